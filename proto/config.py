@@ -1,13 +1,13 @@
 """The broadcaster's configuration: one schema, read from TOML, shared by those who start one.
 
-    job = "qwen-rl"
-    control = "tcp://0.0.0.0:7410"       # where agents connect
-    advertise = "10.0.0.5"               # the address by which rollout hosts reach this one
-    http = "127.0.0.1:7411"              # /metrics and /status
-    engines = ["http://10.0.1.1:30000"]  # plain SGLang servers without an agent
+job = "qwen-rl"
+control = "tcp://0.0.0.0:7410"       # where agents connect
+advertise = "10.0.0.5"               # the address by which rollout hosts reach this one
+http = "127.0.0.1:7411"              # /metrics and /status
+engines = ["http://10.0.1.1:30000"]  # plain SGLang servers without an agent
 
-    [deadlines]
-    join = 120.0
+[deadlines]
+join = 120.0
 """
 
 from __future__ import annotations
@@ -155,9 +155,7 @@ def check_config(config: BroadcasterConfig) -> BroadcasterConfig:
         raise InvalidConfig(f"control is {config.control!r}; it must be tcp://HOST:PORT")
     for name in Deadlines.__struct_fields__:
         if getattr(config.deadlines, name) <= 0:
-            raise InvalidConfig(
-                f"deadlines.{name} is {getattr(config.deadlines, name)}; it must be above 0"
-            )
+            raise InvalidConfig(f"deadlines.{name} is {getattr(config.deadlines, name)}; it must be above 0")
     if config.nodes < 0:
         raise InvalidConfig(f"nodes is {config.nodes}; it must not be negative")
     if len(set(config.engines)) != len(config.engines):

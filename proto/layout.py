@@ -196,9 +196,7 @@ def check_layout(layout: Layout) -> None:
             raise InvalidLayout(f"bucket {number} is empty")
         for index in bucket:
             if not 0 <= index < len(seen):
-                raise InvalidLayout(
-                    f"bucket {number} names tensor {index} of {len(seen)}"
-                )
+                raise InvalidLayout(f"bucket {number} names tensor {index} of {len(seen)}")
             seen[index] += 1
         for placed in layout.place(number):
             if placed.offset % ITEM_SIZES[placed.spec.dtype]:

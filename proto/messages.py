@@ -34,9 +34,8 @@ This module imports no torch, so control processes start fast and can be simulat
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Union
-
 import msgspec
+from msgspec.msgpack import Decoder
 
 from .checksums import ChecksumPlan
 from .errors import Cause
@@ -532,25 +531,30 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     pass
 
 
-FromNode = Union[
-    Register, Heartbeat, LayoutAccepted, LayoutRefused, Joined, Prepared, BucketLoaded, Verified,
-    Released, StageFailed, Aborted, Left, Goodbye,
-]  # fmt: skip
-ToNode = Union[
-    Welcome, Rejected, Propose, Join, Prepare, Stream, Finish, Release, Abort, Leave,
-]  # fmt: skip
-FromTrainer = Union[
-    TrainerHello, RefitBegin, BucketPacked, RefitCancel, SlotRetired, TrainerGoodbye,
-]  # fmt: skip
-ToTrainer = Union[TrainerWelcome, TrainerRejected, RefitAccepted, Credit, RefitFinished]
-FromSource = Union[
-    SourceReady, SlotAttached, StoreOpened, GroupReady, BucketSent, Checksums, SourceFailed,
-]  # fmt: skip
-ToSource = Union[OpenGroup, SetChecksumPlans, BroadcastBucket, CloseGroup, ForgetSlot, Shutdown]
+FromNode = (
+    Register
+    | Heartbeat
+    | LayoutAccepted
+    | LayoutRefused
+    | Joined
+    | Prepared
+    | BucketLoaded
+    | Verified
+    | Released
+    | StageFailed
+    | Aborted
+    | Left
+    | Goodbye
+)
+ToNode = Welcome | Rejected | Propose | Join | Prepare | Stream | Finish | Release | Abort | Leave
+FromTrainer = TrainerHello | RefitBegin | BucketPacked | RefitCancel | SlotRetired | TrainerGoodbye
+ToTrainer = TrainerWelcome | TrainerRejected | RefitAccepted | Credit | RefitFinished
+FromSource = SourceReady | SlotAttached | StoreOpened | GroupReady | BucketSent | Checksums | SourceFailed
+ToSource = OpenGroup | SetChecksumPlans | BroadcastBucket | CloseGroup | ForgetSlot | Shutdown
 
-from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
-to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
-from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
-to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
-from_source: msgspec.msgpack.Decoder[FromSource] = msgspec.msgpack.Decoder(FromSource)
-to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+from_node: Decoder[FromNode] = Decoder(FromNode)
+to_node: Decoder[ToNode] = Decoder(ToNode)
+from_trainer: Decoder[FromTrainer] = Decoder(FromTrainer)
+to_trainer: Decoder[ToTrainer] = Decoder(ToTrainer)
+from_source: Decoder[FromSource] = Decoder(FromSource)
+to_source: Decoder[ToSource] = Decoder(ToSource)

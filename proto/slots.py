@@ -12,6 +12,7 @@ size: a receiver that maps it can never be killed by the other side shrinking it
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -73,11 +74,9 @@ class Slot:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        try:
+        # If somebody still holds a view, the mapping goes with the last of them, not under it.
+        with contextlib.suppress(BufferError):
             self.map.close()
-        except BufferError:
-            # Somebody still holds a view: the mapping goes with the last of them, not under it.
-            pass
 
 
 def send_slot(link: socket.socket, slot: Slot) -> None:
