@@ -21,6 +21,8 @@ test-sglang: $(VENV)/.ready $(SGLANG_VENV)/.ready
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	mkdir -p build/types/weightcast
+	for part in proto broadcaster rollout_node trainer_hooks; do ln -sfn ../../../$$part build/types/weightcast/$$part; done
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

@@ -34,6 +34,7 @@ This module imports no torch, so control processes start fast and can be simulat
 from __future__ import annotations
 
 from enum import StrEnum
+
 import msgspec
 from msgspec.msgpack import Decoder
 

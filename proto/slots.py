@@ -128,4 +128,5 @@ def receive_slot(link: socket.socket) -> Slot | None:
 def peer_uid(link: socket.socket) -> int:
     """User id of the process at the other end of a Unix socket (`SO_PEERCRED`)."""
     data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", data)[1]
+    _, uid, _ = struct.unpack("3i", data)
+    return int(uid)

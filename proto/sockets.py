@@ -52,7 +52,7 @@ def bind(socket: Any, endpoint: str) -> str:
             f"cannot listen on {endpoint}: {error}. Another process may hold it; "
             "choose another address, or port 0 for a free one"
         ) from error
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 def encode(message: msgspec.Struct) -> bytes:
