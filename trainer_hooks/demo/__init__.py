@@ -1,1 +1,1 @@
-"""Placeholder docstring, replaced with the package."""
+"""`weightcast demo`: a real trainer, a broadcaster and rollout nodes on one machine."""
