@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from importlib.metadata import version
@@ -180,6 +181,7 @@ class _Endpoints:
             {
                 "engine": "reference",
                 "version": version("weightcast"),
+                "pid": os.getpid(),
                 "model_path": self._front.model_path,
                 "tp_size": self._tp_size,
                 "pp_size": 1,
