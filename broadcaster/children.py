@@ -1,0 +1,78 @@
+"""Child processes that cannot outlive the broadcaster: the source, and the agent host for plain engines."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """One running child. ``on_exit(reason)`` is called once when it ends, unless it was told to end."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        on_exit: Callable[[str], None],
+        pass_fds: Sequence[int] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Start ``python arguments``. Its stdout joins our stderr: our stdout carries one ready line only.
+
+        Raises:
+            OSError: if the process cannot be started.
+        """
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            pass_fds=pass_fds,
+            env={**os.environ, **(environment or {})},
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - two system calls, no locks
+        )
+        self.pid = self._process.pid
+        self._on_exit: Callable[[str], None] | None = on_exit
+        self._ended = asyncio.Event()
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def kill(self) -> None:
+        """SIGKILL, without waiting. `on_exit` is not called."""
+        self._on_exit = None
+        if not self._ended.is_set():
+            self._process.kill()
+
+    async def end(self, *, seconds: float) -> None:
+        """SIGTERM, and SIGKILL after ``seconds``; returns when it is gone. `on_exit` is not called."""
+        self._on_exit = None
+        if not self._ended.is_set():
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            self._process.kill()
+            await self._ended.wait()
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._process.wait()
+        self._ended.set()
+        if self._on_exit is not None:
+            how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+            self._on_exit(f"process {self.pid}: {how}")
