@@ -217,7 +217,10 @@ def read_safetensors_header(path: Path) -> list[TensorSpec]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise CheckpointUnreadable(f"{path} is not safetensors: its header has {length} bytes")
-            header = json.loads(file.read(length))
+            text = file.read(length)
+        if len(text) != length:
+            raise CheckpointUnreadable(f"{path} is cut short: {len(text)} of {length} header bytes")
+        header = json.loads(text)
         return [
             TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
             for name, entry in header.items()

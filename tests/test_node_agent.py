@@ -6,71 +6,47 @@ The broadcaster here is only its two ends: a ROUTER that gives orders one by one
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
-import zmq
-import zmq.asyncio
 from engines import Engine, reference_engine
-from rank_zero import RankZero, flatten
-from safetensors.torch import load_file
-from torch import Tensor
-
-from weightcast.proto.digest import digest_bytes
-from weightcast.proto.errors import Cause, InvalidConfig
-from weightcast.proto.layout import Layout, TensorSpec, plan_buckets
+from node_kit import (
+    JOB,
+    SECONDS,
+    Broadcaster,
+    Refit,
+    agent_for,
+    connected,
+    free_port,
+    generates,
+    is_paused,
+    weights_of,
+)
+from weightcast.proto.errors import InvalidConfig
 from weightcast.proto.messages import (
-    Abort,
     Aborted,
     BucketLoaded,
-    Finish,
-    FromNode,
     Goodbye,
-    Heartbeat,
-    Join,
-    Joined,
-    LayoutAccepted,
     LayoutRefused,
-    Leave,
     Left,
-    PauseMode,
-    Prepare,
-    Prepared,
-    Propose,
     Register,
-    Release,
-    Released,
     StageFailed,
-    Stream,
-    ToNode,
-    Verified,
-    Version,
-    Welcome,
-    from_node,
 )
-from weightcast.proto.sockets import configure, decode, encode
-from weightcast.rollout_node.agent import run_agents
 from weightcast.rollout_node.cli import name_engines, read_key
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
 
-T = TypeVar("T")
-JOB = "job"
 ADMIN_KEY = "admin-secret"
-SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -91,218 +67,12 @@ def shared_engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFa
         yield engine
 
 
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-
-
-def layout_of(weights: Mapping[str, Tensor], *, bucket_bytes: int = 200_000) -> Layout:
-    specs = [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in weights.items()
-    ]
-    return plan_buckets(specs, bucket_bytes=bucket_bytes)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Broadcaster:
-    """Gives orders to one node and waits for what it says."""
-
-    def __init__(self, port: int, *, life: str = "life-1") -> None:
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self.life = life
-        self.node = b""
-        self.heard: list[FromNode] = []
-        self.beats: list[tuple[float, Heartbeat]] = []
-        self._news = asyncio.Condition()
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        configure(self.socket)
-        self.socket.bind(self.endpoint)
-        self._task = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        while True:
-            peer, frame = await self.socket.recv_multipart()
-            self.node = peer
-            message = decode(frame, from_node)
-            if isinstance(message, Register):
-                await self.tell(Welcome(job=JOB, heartbeat_seconds=0.2, life=self.life))
-            async with self._news:
-                if isinstance(message, Heartbeat):
-                    self.beats.append((time.monotonic(), message))
-                else:
-                    self.heard.append(message)
-                self._news.notify_all()
-
-    async def tell(self, message: ToNode) -> None:
-        await self.socket.send_multipart([self.node, encode(message)])
-
-    async def expect(self, *kinds: type[T], seconds: float = SECONDS) -> T:
-        """The next message that is no heartbeat; it must be of one of these kinds."""
-        async with self._news:
-            async with asyncio.timeout(seconds):
-                await self._news.wait_for(lambda: self.heard)
-            message = self.heard.pop(0)
-        assert isinstance(message, kinds), message
-        return message
-
-    async def until(self, kind: type[T]) -> T:
-        """The next message of this kind; what comes before it was meant for the broadcaster before."""
-        while not isinstance(message := await self.expect(object), kind):
-            pass
-        return message
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self.socket.close(linger=0)
-        self._context.term()
-
-
-class Refit:
-    """One refit led by hand: the control side over ZeroMQ, rank 0 over gloo."""
-
-    def __init__(
-        self, broadcaster: Broadcaster, engine: Engine, weights: Mapping[str, Tensor], number: int = 1
-    ) -> None:
-        self.broadcaster, self.engine, self.weights = broadcaster, engine, weights
-        self.layout = layout_of(weights)
-        self.stamp: dict[str, Any] = {"job": JOB, "incarnation": "i", "refit": number, "epoch": number}
-        self.label = f"v{number}"
-        self.pool = ThreadPoolExecutor(2)
-        self.source = RankZero(engine, self.pool)
-
-    async def propose(self) -> LayoutAccepted:
-        await self.broadcaster.tell(self.proposal())
-        return await self.broadcaster.expect(LayoutAccepted)
-
-    def proposal(self) -> Propose:
-        version = Version(incarnation="t", step=self.stamp["refit"], label=self.label)
-        return Propose(**self.stamp, version=version, layout=self.layout, timeout_seconds=SECONDS)
-
-    async def join(self) -> None:
-        await self.broadcaster.tell(
-            Join(
-                **self.stamp,
-                group_name=self.source.name,
-                master_address="127.0.0.1",
-                master_port=self.source.store.port,
-                rank_offset=1,
-                world_size=1 + self.engine.tp_size,
-                backend="gloo",
-                timeout_seconds=SECONDS,
-            )
-        )
-        await asyncio.to_thread(self.source.join)
-        await self.broadcaster.expect(Joined)
-
-    async def prepare(self) -> Prepared:
-        await self.broadcaster.tell(
-            Prepare(**self.stamp, pause_mode=PauseMode.RETRACT, timeout_seconds=SECONDS)
-        )
-        return await self.broadcaster.expect(Prepared)
-
-    async def begin_stream(self, *, seconds: float = SECONDS) -> None:
-        timeouts = (seconds,) * len(self.layout.buckets)
-        await self.broadcaster.tell(Stream(**self.stamp, bucket_timeouts=timeouts))
-
-    async def send(self, bucket: int) -> None:
-        tensors = {placed.spec.name: self.weights[placed.spec.name] for placed in self.layout.place(bucket)}
-        await asyncio.to_thread(dist.broadcast, flatten(tensors), src=0, group=self.source.group)
-
-    async def stream(self) -> None:
-        await self.begin_stream()
-        for bucket in range(len(self.layout.buckets)):
-            await self.send(bucket)
-            assert (await self.broadcaster.expect(BucketLoaded)).bucket == bucket
-
-    async def finish(self) -> Verified:
-        digests = tuple(
-            digest_bytes(self.weights[spec.name].contiguous().numpy()) for spec in self.layout.tensors
-        )
-        await self.broadcaster.tell(Finish(**self.stamp, digests=digests, timeout_seconds=SECONDS))
-        return await self.broadcaster.expect(Verified)
-
-    async def release(self) -> Released:
-        await self.broadcaster.tell(Release(**self.stamp, timeout_seconds=SECONDS))
-        return await self.broadcaster.expect(Released)
-
-    async def abort(self, *, seconds: float = SECONDS) -> Aborted | StageFailed:
-        cause = Cause(code="trainer_failed", message="rank 1 raised")
-        await self.broadcaster.tell(Abort(**self.stamp, cause=cause, timeout_seconds=seconds))
-        return await self.broadcaster.expect(Aborted, StageFailed, seconds=seconds + 5)
-
-    async def leave(self) -> None:
-        await self.broadcaster.tell(Leave(**self.stamp, group_name=self.source.name, timeout_seconds=SECONDS))
-        await self.part()
-        await self.broadcaster.expect(Left)
-
-    async def part(self) -> None:
-        """Rank 0 leaves; its connections close, as when its process ends."""
-        group, self.source.group = self.source.group, None
-        await asyncio.to_thread(dist.destroy_process_group, group)
-
-    async def whole(self) -> Verified:
-        await self.propose()
-        await self.join()
-        await self.prepare()
-        await self.stream()
-        verified = await self.finish()
-        assert (await self.release()).label == self.label
-        await self.leave()
-        return verified
-
-
-@asynccontextmanager
-async def agent_for(url: str, endpoint: str, *, admin_key: str | None = ADMIN_KEY) -> AsyncIterator[None]:
-    """The agent, in this event loop, under the name "n"."""
-    stop = asyncio.Event()
-    task = asyncio.create_task(
-        run_agents(engines={"n": url}, broadcaster=endpoint, job=JOB, stop=stop, admin_key=admin_key)
-    )
-    try:
-        yield
-    finally:
-        stop.set()
-        async with asyncio.timeout(SECONDS):
-            await task
-
-
-@asynccontextmanager
-async def connected(engine: Engine, **how: Any) -> AsyncIterator[Broadcaster]:
-    """A broadcaster and an agent that has registered with it."""
-    broadcaster = Broadcaster(free_port())
-    try:
-        async with agent_for(engine.url, broadcaster.endpoint, **how):
-            await broadcaster.expect(Register)
-            yield broadcaster
-    finally:
-        await broadcaster.close()
-
-
 @contextmanager
 def own_engine(models: Sequence[Path], logs: Path, *faults: dict[str, Any]) -> Iterator[Engine]:
     """An engine that a test may break."""
     arguments = [word for fault in faults for word in ("--fault", json.dumps(fault))]
     with reference_engine(models[0], logs, arguments=arguments) as engine:
         yield engine
-
-
-async def generates(engine: Engine) -> list[int]:
-    return await asyncio.to_thread(engine.output_ids, [5, 6, 7])
-
-
-def is_paused(engine: Engine) -> bool:
-    return engine.request("/ready", method="GET").status == 503
 
 
 async def test_whole_refits_change_what_the_engine_says(
@@ -374,18 +144,16 @@ async def test_abort_before_the_first_byte_serves_the_old_version(
 async def test_broadcaster_gone_before_the_first_byte_resumes_then_registers_with_the_next(
     shared_engine: Engine, models: tuple[Path, Path]
 ) -> None:
-    port = free_port()
+    before, port = await generates(shared_engine), free_port()
     broadcaster = Broadcaster(port)
-    async with agent_for(shared_engine.url, broadcaster.endpoint):
+    async with agent_for(shared_engine.url, broadcaster.endpoint, admin_key=ADMIN_KEY):
         await broadcaster.expect(Register)
         refit = Refit(broadcaster, shared_engine, weights_of(models[1]))
         await refit.propose()
         await refit.join()
         await refit.prepare()
         await broadcaster.close()
-        async with asyncio.timeout(SECONDS):
-            while await asyncio.to_thread(is_paused, shared_engine):
-                await asyncio.sleep(0.05)
+        assert await generates(shared_engine) == before  # waits for as long as it is paused
         successor = Broadcaster(port, life="life-2")
         try:
             registered = await successor.expect(Register)
@@ -474,7 +242,7 @@ async def test_frozen_engine_misses_its_deadline_by_name_while_heartbeats_go_on(
             answer = await refit.abort(seconds=1.0)
             assert isinstance(answer, StageFailed) and answer.cause.code == "deadline"
             times = [at for at, _ in broadcaster.beats]
-            assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 1.0
+            assert max(b - a for a, b in itertools.pairwise(times)) < 1.0
             assert any(beat.doing.startswith("bucket 1 of") for _, beat in broadcaster.beats)
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from weightcast.proto.errors import Cause
 from weightcast.proto.layout import Layout, TensorSpec, plan_buckets
 from weightcast.proto.messages import (
