@@ -29,6 +29,8 @@ from .fleet import DemoFleet
 
 #: Seconds one training round with its refit may take before the demo gives up on the trainer.
 ROUND_SECONDS = 180.0
+#: Refits side by side in one table.
+_COLUMNS = 5
 
 
 def demo(
@@ -75,7 +77,7 @@ def demo(
                     fleet, console, ranks=trainer_ranks, refits=refits, bucket_bytes=bucket_bytes
                 )
         except WeightcastError as error:
-            console.print(f"weightcast demo: {error}", style="bold red", markup=False, highlight=False)
+            console.print(f"weightcast demo: {error}", style="bold red", markup=False, soft_wrap=True)
             if json:
                 sys.stdout.write(jsonlib.dumps(summarise(rounds, engine, nodes, error=str(error))) + "\n")
             sys.exit(1)
@@ -170,29 +172,34 @@ def summarise(
 
 def show(console: Console, rounds: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     """A table of phases and rates, and the verdict."""
-    phases = ("gather", "pack", "join", "pause", "wire", "load", "flush", "verify", "total")
-    table = Table(
-        title=f"{len(rounds)} refits of {summary['nodes']} {summary['engine']} nodes (milliseconds)"
-    )
-    for heading in ("version", "MB", "buckets", *phases, "wire MB/s", "nodes ready", "output"):
-        table.add_column(heading, justify="right")
-    for event in rounds:
-        report = event["report"]
-        ready = [node for node in report["nodes"].values() if node["outcome"] == "ready"]
-        table.add_row(
-            report["label"],
-            f"{report['bytes'] / 1e6:.1f}",
-            str(report["buckets"]),
-            *(f"{report['seconds'][phase] * 1e3:.0f}" for phase in phases),
-            f"{report['wire_rate'] / 1e6:.0f}",
-            f"{len(ready)}/{len(report['nodes'])} {'/'.join(sorted({n['digest'] for n in ready}))}",
-            ("= trainer" if event["matches"] else "DIFFERS")
-            + (", new" if event["changed"] else ", UNCHANGED"),
-        )
-    console.print(table)
+    phases = ("gather", "pack", "join", "pause", "wire", "load", "flush", "verify", "resume", "total")
+    for start in range(0, len(rounds), _COLUMNS):
+        shown = rounds[start : start + _COLUMNS]
+        reports = [event["report"] for event in shown]
+        title = f"{len(rounds)} refits of {summary['nodes']} {summary['engine']} nodes"
+        table = Table("version", *(report["label"] for report in reports), title=title)
+        table.add_row("bytes", *(f"{report['bytes']:,}" for report in reports))
+        table.add_row("buckets", *(str(report["buckets"]) for report in reports), end_section=True)
+        for phase in phases:
+            table.add_row(f"{phase} (ms)", *(f"{report['seconds'][phase] * 1e3:.0f}" for report in reports))
+        rates = (f"{report['wire_rate'] / 1e6:.0f}" for report in reports)
+        table.add_row("wire (MB/s)", *rates, end_section=True)
+        table.add_row("nodes ready", *(_say_ready(report["nodes"]) for report in reports))
+        table.add_row("output", *(_say_output(event) for event in shown))
+        console.print(table)
     if summary["ok"]:
         console.print(
             "every server holds the trainer's bytes and says what the trainer says", style="bold green"
         )
     else:
         console.print("the demo did not show what it should; see the table", style="bold red")
+
+
+def _say_ready(nodes: dict[str, Any]) -> str:
+    ready = [node for node in nodes.values() if node["outcome"] == "ready"]
+    return f"{len(ready)}/{len(nodes)} " + "/".join(sorted({node["digest"] for node in ready}))
+
+
+def _say_output(event: dict[str, Any]) -> str:
+    new = "new" if event["changed"] else "UNCHANGED"
+    return f"{new}, " + ("= trainer" if event["matches"] else "DIFFERS")

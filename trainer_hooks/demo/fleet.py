@@ -101,6 +101,8 @@ class DemoFleet:
         self._spawn("broadcaster", [sys.executable, "-m", "weightcast.broadcaster", "--config", str(config)])
         announced = json.loads(self._read_line("broadcaster", seconds=BROADCASTER_SECONDS))
         for number, (url, tp) in enumerate(zip(self.urls, self._tp_sizes, strict=True)):
+            # SGLang on CPU asks which cores each rank may use; one each is enough for a demo.
+            cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp))
             self._spawn(
                 f"node-{number}",
                 [
@@ -109,6 +111,7 @@ class DemoFleet:
                     "--engine", url, "--broadcaster", announced["control"],
                     "--launch", *self._engine_command(model, url, tp),
                 ],
+                **({"SGLANG_CPU_OMP_THREADS_BIND": cores} if tp > 1 else {}),
             )  # fmt: skip
         yield from self._wait_for_nodes(announced["http"])
 
@@ -160,7 +163,7 @@ class DemoFleet:
         while True:
             self._check_children()
             try:
-                with opener.open(f"{http}/status", timeout=5) as answer:
+                with opener.open(f"http://{http}/status", timeout=5) as answer:
                     nodes = json.load(answer)["nodes"]
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 nodes = []

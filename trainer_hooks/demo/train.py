@@ -24,6 +24,7 @@ from .decoder import Decoder, DecoderConfig, save_checkpoint
 from .prompts import NEW_TOKENS, PROMPTS, ask_engine, text_of, tokens_of
 
 SEED = 20
+JOB = "demo"
 STEPS_PER_REFIT = 6
 
 app = App()
@@ -63,7 +64,7 @@ def train(
     tokens = torch.tensor(tokens_of((Path(__file__).parent / "corpus.txt").read_text("utf-8")))
 
     step = 0
-    with Publisher(run_dir=run_dir, bucket_bytes=bucket_bytes) as publisher:
+    with Publisher(job=JOB, run_dir=run_dir, bucket_bytes=bucket_bytes) as publisher:
         for _ in range(refits):
             for _ in range(STEPS_PER_REFIT):
                 step += 1
