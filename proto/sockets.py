@@ -29,7 +29,7 @@ def configure(socket: Any) -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IPV6, 1)
-    if socket.socket_type == zmq.ROUTER:
+    if socket.type == zmq.ROUTER:
         # Sending to a peer that is gone raises instead of vanishing, and a peer that reconnects under
         # its name takes over from its own dead connection.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -1,0 +1,217 @@
+"""``weightcast push``: refit a fleet from a checkpoint folder, with no trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from ..proto.config import BroadcasterConfig
+from ..proto.errors import (
+    BroadcasterUnavailable,
+    Cause,
+    InvalidConfig,
+    RefitFailed,
+    RefitRejected,
+    WeightcastError,
+)
+from ..proto.messages import RefitReport
+from .checkpoint import Checkpoint
+from .publisher import Publisher
+
+#: Exit statuses.
+OK, FAILED, UNUSABLE = 0, 1, 2
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def push(
+    checkpoint: Path,
+    /,
+    *,
+    engine: tuple[str, ...] = (),
+    admin_key_file: Path | None = None,
+    job: str = "weightcast",
+    run_dir: Path | None = None,
+    step: int = 1,
+    label: str | None = None,
+    bucket_bytes: str = "256MiB",
+    slots: int = 2,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Send a Hugging Face folder of safetensors to running SGLang servers.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder with model.safetensors, or with model.safetensors.index.json and its shards.
+    engine
+        URL of a plain SGLang server; may be given several times. A broadcaster is then started for them
+        and ended afterwards. Without it, the job's running broadcaster is used.
+    admin_key_file
+        File whose first line is the servers' admin key.
+    job
+        Job of the running broadcaster.
+    run_dir
+        Run directory of the running broadcaster, if it is not the job's default.
+    step
+        Version number of these weights.
+    label
+        What the servers show as their weight version.
+    bucket_bytes
+        Bytes per bucket, as 268435456 or 256MiB.
+    slots
+        Buckets in host memory at a time.
+    json
+        Print the report as one JSON object on stdout.
+
+    Exit status: 0 if every node holds the weights, 1 if the refit failed, 2 if it could not be tried.
+    """
+    console = Console(stderr=True)
+    report: RefitReport | None = None
+    cause: Cause | None = None
+    status = OK
+    try:
+        with contextlib.ExitStack() as stack:
+            opened = stack.enter_context(Checkpoint(checkpoint))
+            launch = None
+            if engine:
+                run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightcast-")))
+                launch = broadcaster_for(engine, admin_key_file=admin_key_file, job=job)
+            elif admin_key_file is not None:
+                raise InvalidConfig(
+                    "--admin-key-file needs --engine; a running broadcaster has keys of its own"
+                )
+            publisher = stack.enter_context(
+                Publisher(
+                    job=job,
+                    run_dir=run_dir,
+                    launch=launch,
+                    bucket_bytes=parse_bytes(bucket_bytes),
+                    slots=slots,
+                )
+            )
+            report = _refit(publisher, opened, step=step, label=label, console=console)
+    except RefitFailed as error:
+        status, cause = FAILED, error.cause
+        report = error.report if isinstance(error.report, RefitReport) else None
+    except (BroadcasterUnavailable, InvalidConfig, RefitRejected, WeightcastError) as error:
+        status, cause = UNUSABLE, error.cause
+    _show(console, report, cause)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(as_json(report, cause)) + b"\n")
+        sys.stdout.buffer.flush()
+    raise SystemExit(status)
+
+
+def broadcaster_for(engines: tuple[str, ...], *, admin_key_file: Path | None, job: str) -> BroadcasterConfig:
+    """A broadcaster's configuration for plain servers, on free ports, at the address they can reach."""
+    return BroadcasterConfig(
+        job=job,
+        control="tcp://127.0.0.1:0",
+        http="127.0.0.1:0",
+        advertise=address_towards(engines[0]),
+        engines=engines,
+        admin_key_file="" if admin_key_file is None else str(admin_key_file.absolute()),
+    )
+
+
+def address_towards(url: str) -> str:
+    """This host's address on the route to a URL's host (no packet is sent).
+
+    Raises:
+        InvalidConfig: if the URL has no host, or no route leads there.
+    """
+    host = urlsplit(url).hostname
+    if not host:
+        raise InvalidConfig(f"--engine {url!r} is no URL; give it as http://HOST:PORT")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidConfig(f"no way leads to --engine {url}: {error}") from error
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``"268435456"``, ``"256MiB"`` or ``"1.5G"``.
+
+    Raises:
+        InvalidConfig: for anything else.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise InvalidConfig(f"--bucket-bytes {text!r} is no size; write it as 268435456 or 256MiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def as_json(report: RefitReport | None, cause: Cause | None) -> dict[str, Any]:
+    """The report as plain values; without one, just ``ok`` and the cause."""
+    found: dict[str, Any] = {"ok": False} if report is None else msgspec.to_builtins(report)
+    if cause is not None:
+        found["cause"] = msgspec.to_builtins(cause)
+    return found
+
+
+def _refit(
+    publisher: Publisher, opened: Checkpoint, *, step: int, label: str | None, console: Console
+) -> RefitReport:
+    with Progress(
+        TextColumn("packed"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        bar = progress.add_task("packed", total=opened.nbytes)
+        passes = 0
+
+        def export() -> Iterator[tuple[str, Any]]:
+            nonlocal passes
+            passes += 1
+            # The first pass only lists names and shapes; no byte is touched.
+            moved = (lambda nbytes: progress.advance(bar, nbytes)) if passes > 1 else (lambda nbytes: None)
+            return opened.tensors(moved)
+
+        return publisher.refit(step, export, label=label)
+
+
+def _show(console: Console, report: RefitReport | None, cause: Cause | None) -> None:
+    if report is not None:
+        table = Table(title=f"version {report.version}, label {report.label}")
+        for heading in ("node", "outcome", "digest", "paused s", "evidence"):
+            table.add_column(heading)
+        for name, node in report.nodes.items():
+            said = node.evidence if node.cause is None else node.cause.describe()
+            table.add_row(name, node.outcome, node.digest, f"{node.pause_seconds:.2f}", said)
+        console.print(table)
+        seconds = report.seconds
+        console.print(
+            f"{report.bytes / 1e9:.3f} GB, {report.tensors} tensors, {report.buckets} buckets in "
+            f"{seconds.total:.2f} s (pack {seconds.pack:.2f}, wire {seconds.wire:.2f}, "
+            f"load {seconds.load:.2f}, verify {seconds.verify:.2f}); wire {report.wire_rate / 1e9:.2f} GB/s"
+        )
+    if cause is not None:
+        console.print(f"weightcast push: {cause.describe()}", style="red", markup=False, highlight=False)
