@@ -12,7 +12,9 @@ from weightcast.rollout_node.reference.model import TinyLlama, write_model
 ADMIN_KEY = "admin-secret"
 USER_KEY = "user-secret"
 
-BOTH_ENGINES = ["reference", pytest.param("sglang", marks=pytest.mark.sglang)]
+#: A real server takes 20 to 60 s to start on idle cores, and far longer on busy ones.
+_SGLANG_MARKS = [pytest.mark.sglang, pytest.mark.timeout(660)]
+BOTH_ENGINES = ["reference", pytest.param("sglang", marks=_SGLANG_MARKS)]
 
 
 @pytest.fixture(scope="session")

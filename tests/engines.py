@@ -26,7 +26,7 @@ import psutil
 #: Where CPU processes on one machine find each other, whatever the host's name resolves to.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 REFERENCE_START_SECONDS = 60.0
-SGLANG_START_SECONDS = 240.0
+SGLANG_START_SECONDS = 600.0
 _SGLANG_READY = "The server is fired up and ready to roll!"
 
 

@@ -6,7 +6,10 @@ traps included. Where the two differ, the real server is right.
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -276,30 +279,65 @@ def test_prefix_cache_is_stale_until_it_is_flushed(source: RankZero) -> None:
 
 
 class Sequence:
-    """A long streaming request, read as it comes."""
+    """A long streaming request. A thread reads it as it comes, so that `last` is never old news."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._told = threading.Condition()
+        self.last: dict[str, Any] | None = None
         sampling = {"max_new_tokens": 3500, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
         self._response = engine.open("/generate", body, key=engine.user_key)
-        self.last = self.read()
+        self._socket = self._response.fp.raw._sock
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.wait_for_tokens(1)
 
-    def read(self) -> dict[str, Any]:
-        """The next thing told of the sequence."""
-        for line in self._response:
-            if line.startswith(b"data: {"):
-                self.last = json.loads(line[6:])
-                return self.last
-        raise AssertionError(f"the stream ended after {self.last}")
+    def _read(self) -> None:
+        try:
+            for line in self._response:
+                if line.startswith(b"data: {"):
+                    with self._told:
+                        self.last = json.loads(line[6:])
+                        self._told.notify_all()
+        except http.client.HTTPException:
+            pass  # `hang_up` cut the stream short.
 
-    def read_until(self, wanted: Any) -> dict[str, Any]:
-        """The first thing told for which ``wanted`` holds."""
-        while not wanted(self.last):
-            self.read()
-        return self.last
+    @property
+    def tokens(self) -> int:
+        """Tokens told of so far."""
+        return 0 if self.last is None else self.last["meta_info"]["completion_tokens"]
 
-    def close(self) -> None:
-        """Hang up."""
+    @property
+    def finished(self) -> bool:
+        """Whether the end was told."""
+        return self.last is not None and self.last["meta_info"]["finish_reason"] is not None
+
+    def wait_for_tokens(self, more: int) -> None:
+        """Wait until ``more`` tokens have come than had when this was called."""
+        with self._told:
+            wanted = self.tokens + more
+            assert self._told.wait_for(lambda: self.tokens >= wanted, timeout=60), self.last
+
+    def end(self) -> dict[str, Any]:
+        """What is told at the end."""
+        with self._told:
+            assert self._told.wait_for(lambda: self.finished, timeout=60), self.last
+            assert self.last is not None
+            return self.last
+
+    def finish_after_a_few_more(self) -> dict[str, Any]:
+        """Let some more tokens come, then have the sequence aborted; its end."""
+        assert self.last is not None and "weight_versions" not in self.last["meta_info"]
+        self.wait_for_tokens(5)
+        assert self._engine.post("/pause_generation", mode="abort").status == 200
+        return self.end()
+
+    def hang_up(self) -> None:
+        """Go away as a client does that is no longer interested."""
+        if self._reader.is_alive():
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join(30)
         self._response.close()
 
 
@@ -309,18 +347,13 @@ def running(source: RankZero) -> Iterator[Sequence]:
     source.engine.post("/update_weight_version", new_version="old")
     sequence = Sequence(source.engine)
     yield sequence
-    sequence.close()
-
-
-def finished(told: dict[str, Any]) -> bool:
-    """Whether the sequence has ended."""
-    return told["meta_info"]["finish_reason"] is not None
+    sequence.hang_up()
 
 
 def test_abort_pause_ends_sequences_with_what_they_have(source: RankZero, running: Sequence) -> None:
     reply = source.engine.post("/pause_generation", mode="abort")
     assert reply.body == {"message": "Generation paused successfully.", "status": "ok"}
-    told = running.read_until(finished)
+    told = running.end()
     assert told["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < told["meta_info"]["completion_tokens"] < 3500
 
@@ -332,9 +365,11 @@ def test_retract_pause_continues_a_sequence_under_the_new_weights(
     engine.post("/pause_generation", mode="retract")
     refit(source, weights_of(engine, 23), weight_version="new")
     engine.post("/continue_generation")
-    told = running.read_until(lambda told: len(told["meta_info"]["weight_versions"]) == 2)
+    told = running.finish_after_a_few_more()
     old, new = told["meta_info"]["weight_versions"]
     assert (old["version"], old["start"], new["version"], new["start"]) == ("old", 0, "new", old["end"])
+    assert new["end"] == told["meta_info"]["completion_tokens"]
+    assert told["meta_info"]["weight_version"] == "new"
     assert told["meta_info"]["num_retractions"] == 1
 
 
@@ -351,8 +386,8 @@ def test_in_place_pause_refuses_the_flush_though_the_weights_changed(
     assert engine.checksums() == expected_checksums(weights, config_of(engine), 1)
     assert engine.label == "old"
     engine.post("/continue_generation")
-    told = running.read_until(lambda told: len(told["meta_info"]["weight_versions"]) == 2)
-    assert told["meta_info"]["weight_versions"][1]["version"] == "new"
+    spans = running.finish_after_a_few_more()["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["old", "new"]
 
 
 def test_flush_is_refused_while_a_sequence_runs(source: RankZero, running: Sequence) -> None:
@@ -363,11 +398,10 @@ def test_begin_waits_for_running_sequences_unless_paused(source: RankZero, runni
     engine = source.engine
     with ThreadPoolExecutor(1) as pool:
         begun: Future[Reply] = pool.submit(engine.post, "/begin_weight_update")
-        running.read()
-        running.read()
+        running.wait_for_tokens(5)
         assert not begun.done()
-        assert not finished(running.last)
-        running.close()
+        assert not running.finished
+        running.hang_up()
         assert begun.result(30).status == 200
 
 

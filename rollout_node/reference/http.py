@@ -249,19 +249,23 @@ class _Endpoints:
         text = bytes(
             token - _BYTE_OFFSET for token in output.output_ids if _BYTE_OFFSET <= token < 256 + _BYTE_OFFSET
         )
+        meta: dict[str, Any] = {
+            "id": output.rid,
+            "finish_reason": output.finish_reason,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(output.output_ids),
+            "cached_tokens": output.cached_tokens,
+            "num_retractions": output.num_retractions,
+            "weight_version": self._front.weight_version,
+        }
+        # As SGLang: a stream's chunks carry the label shown now; only the end tells which tokens are whose.
+        if output.finish_reason is not None:
+            meta["weight_versions"] = [msgspec.structs.asdict(span) for span in output.spans]
+            meta["weight_version"] = output.spans[-1].version
         return {
             "text": text.decode(errors="replace"),
             "output_ids": output.output_ids,
-            "meta_info": {
-                "id": output.rid,
-                "finish_reason": output.finish_reason,
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": len(output.output_ids),
-                "cached_tokens": output.cached_tokens,
-                "num_retractions": output.num_retractions,
-                "weight_version": output.spans[-1].version,
-                "weight_versions": [msgspec.structs.asdict(span) for span in output.spans],
-            },
+            "meta_info": meta,
         }
 
     async def pause(self, request: web.Request) -> web.Response:

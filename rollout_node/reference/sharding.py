@@ -93,7 +93,7 @@ def read_config(folder: Path) -> DecoderConfig:
     known = {field: raw[field] for field in DecoderConfig.__struct_fields__ if raw.get(field) is not None}
     defaults = {
         "num_key_value_heads": heads,
-        "head_dim": raw["hidden_size"] // heads if heads and raw.get("hidden_size") else None,
+        "head_dim": 0,
         "rms_norm_eps": 1e-6,
         "rope_theta": rope.get("rope_theta", 10000.0),
         "max_position_embeddings": 2048,
@@ -105,6 +105,8 @@ def read_config(folder: Path) -> DecoderConfig:
         config = msgspec.convert(defaults | known, DecoderConfig)
     except msgspec.ValidationError as error:
         raise InvalidConfig(f"{path}: {error}") from error
+    if not config.head_dim:
+        config = msgspec.structs.replace(config, head_dim=config.hidden_size // config.num_attention_heads)
     if config.dtype not in ITEM_SIZES:
         raise InvalidConfig(f"{path}: dtype {config.dtype!r} is unknown")
     return config
