@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..proto.errors import Cause, InvalidConfig, ProtocolError, WeightcastError
 from ..proto.messages import FromNode, Heartbeat, to_node
 from ..proto.sockets import configure, decode, encode
-from .client import Deadline, EngineClient, EngineError, EngineUnreachable
+from .client import Deadline, EngineClient, EngineError, EngineUnreachable, Unauthorized
 from .identity import identify
 from .launch import EngineChild, EngineExited
 from .machine import NodeMachine
@@ -246,11 +246,14 @@ class NodeAgent:
         reason = await child.wait()
         self._fault = EngineExited(reason)
         self._feed(EngineGone(reason))
-        self._feed(Stop())
+        await self._end()
 
     async def _end_on(self, stop: asyncio.Event) -> None:
         await stop.wait()
         self._say("ending")
+        await self._end()
+
+    async def _end(self) -> None:
         self._feed(Stop())
         await asyncio.sleep(_STOP_SECONDS)
         self._say(f"the engine did not finish its last call within {_STOP_SECONDS:.0f} s", warning=True)
@@ -319,7 +322,8 @@ class NodeAgent:
                 break
             except EngineError as error:
                 if error.text != told:
-                    self._say(f"waiting for the engine: {error}")
+                    wrong_key = isinstance(error, Unauthorized)
+                    self._say(f"waiting for the engine: {error}", warning=wrong_key)
                 told = error.text
             if self._child is not None and time.monotonic() - started > _LAUNCH_SECONDS:
                 raise EngineExited(

@@ -225,12 +225,13 @@ class EngineClient:
 
     async def model_info(self, deadline: Deadline) -> ModelInfo:
         """Model and served label. Answers even while the engine's scheduler is blocked."""
-        return _convert(await self._info("/model_info", "/get_model_info", deadline), ModelInfo, self.url)
+        raw = await self._info("/model_info", "/get_model_info", deadline)
+        return self._convert(raw, ModelInfo, "/model_info")
 
     async def server_info(self, deadline: Deadline) -> ServerInfo:
         """Server arguments. Goes through the scheduler, so an answer shows that it is not blocked."""
         raw = await self._info("/server_info", "/get_server_info", deadline)
-        return _convert(raw, ServerInfo, self.url)
+        return self._convert(raw, ServerInfo, "/server_info")
 
     async def is_ready(self, deadline: Deadline) -> bool | None:
         """``/ready``: False while paused, starting, or after a failed health check.
@@ -355,7 +356,7 @@ class EngineClient:
         body: dict[str, Any] = {"sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens}}
         body["text" if isinstance(prompt, str) else "input_ids"] = prompt
         answer = await self._call("POST", "/generate", body, deadline, headers=self._user)
-        made = _convert(answer, _Generated, self.url)
+        made = self._convert(answer, _Generated, "/generate")
         return made.text, made.meta_info
 
     # --- what the engine holds -------------------------------------------------------------------
@@ -363,7 +364,7 @@ class EngineClient:
     async def weight_checksums(self, deadline: Deadline) -> tuple[RankChecksums, ...]:
         """One entry per tensor-parallel rank, in rank order where the server says which is which."""
         answer = await self._post("/weights_checker", {"action": "checksum", "selector": "target"}, deadline)
-        outcome = _convert(answer, _Checksums, self.url)
+        outcome = self._convert(answer, _Checksums, "/weights_checker")
         if not outcome.success:
             raise self._refusal("/weights_checker", 200, outcome.message)
         ranks = [entry.tp_rank for entry in outcome.ranks]
@@ -374,12 +375,12 @@ class EngineClient:
     async def weight_digests(self, deadline: Deadline) -> dict[str, str]:
         """The reference engine's digest of every tensor it holds, as 16 hex digits by checkpoint name."""
         answer = await self._post("/weight_digests", {}, deadline)
-        return _convert(answer, _Digests, self.url).digests
+        return self._convert(answer, _Digests, "/weight_digests").digests
 
     async def weight_layout(self, deadline: Deadline) -> WeightLayout:
         """The reference engine's names, dtypes and whole shapes."""
         answer = await self._call("GET", "/weight_layout", None, deadline, headers=self._admin)
-        return _convert(answer, WeightLayout, self.url)
+        return self._convert(answer, WeightLayout, "/weight_layout")
 
     # --- plumbing --------------------------------------------------------------------------------
 
@@ -393,7 +394,7 @@ class EngineClient:
         return answer
 
     async def _order(self, endpoint: str, body: dict[str, Any], deadline: Deadline) -> None:
-        outcome = _convert(await self._post(endpoint, body, deadline), _Outcome, self.url)
+        outcome = self._convert(await self._post(endpoint, body, deadline), _Outcome, endpoint)
         if not outcome.success:
             raise self._refusal(endpoint, 200, outcome.message)
 
@@ -453,6 +454,13 @@ class EngineClient:
             text = self._redact(str(error) or type(error).__name__)
             raise EngineUnreachable(**where, text=text) from error
 
+    def _convert(self, answer: Any, wanted: type[T], endpoint: str) -> T:
+        try:
+            return msgspec.convert(answer, wanted, strict=False)
+        except msgspec.ValidationError as error:
+            what = wanted.__name__.strip("_")
+            raise self._fault(endpoint, 200, f"the answer is no {what}: {error}") from error
+
     def _refusal(self, endpoint: str, status: int, text: str) -> RequestRefused:
         return RequestRefused(url=self.url, endpoint=endpoint, status=status, text=self._redact(text))
 
@@ -481,15 +489,3 @@ def _message_in(data: bytes) -> str:
     while isinstance(body, dict):
         body = body.get("message") or body.get("error") or body.get("detail")
     return body if isinstance(body, str) else ""
-
-
-def _convert(answer: Any, wanted: type[T], url: str) -> T:
-    try:
-        return msgspec.convert(answer, wanted, strict=False)
-    except msgspec.ValidationError as error:
-        raise EngineFault(
-            url=url,
-            endpoint="",
-            status=200,
-            text=f"an answer that is no {wanted.__name__.strip('_')}: {error}",
-        ) from error

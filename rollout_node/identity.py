@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import socket
 from pathlib import Path
@@ -50,6 +51,15 @@ async def identify(
     server = await client.server_info(deadline)
     paused = look_if_paused and await _is_paused(client, deadline)
     device = server.device or "cuda"
+    # Files and name resolution may be slow: not in the event loop, where heartbeats live.
+    dtype = await asyncio.to_thread(_held_dtype, model, server)
+    plain_bytes = (
+        server.engine == "sglang"
+        and device == "cpu"
+        and server.quantization is None
+        and await asyncio.to_thread(_runs_here, client.url)
+        and not _has_amx()
+    )
     return Identity(
         info=NodeInfo(
             name=name,
@@ -59,7 +69,7 @@ async def identify(
             engine_version=server.version,
             model=model.model_path,
             architecture=(model.architectures or ["unknown"])[0],
-            dtype=_held_dtype(model, server),
+            dtype=dtype,
             tp_size=server.tp_size,
             pp_size=server.pp_size,
             dp_size=server.dp_size,
@@ -69,13 +79,7 @@ async def identify(
         device=device,
         server_dtype=server.dtype,
         revision=server.revision,
-        plain_bytes=(
-            server.engine == "sglang"
-            and device == "cpu"
-            and server.quantization is None
-            and _runs_here(client.url)
-            and not _has_amx()
-        ),
+        plain_bytes=plain_bytes,
     )
 
 

@@ -463,6 +463,8 @@ class NodeMachine:
         elif isinstance(order, Release):
             # What is in the engine was verified: whole, and known.
             self.touched = False
+            if self._info is not None and self._version is not None:
+                self._info = msgspec.structs.replace(self._info, label=self._version.label)
             if self._abort is None:
                 self._leave_refit(Phase.IDLE)
         elif isinstance(order, Abort):

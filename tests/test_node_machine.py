@@ -243,6 +243,7 @@ def test_whole_refit_in_order_with_every_answer_stamped() -> None:
         assert (message.incarnation, message.refit, message.epoch) == ("i", 7, 3)
     assert not node.machine.touched and node.machine.paused_at is None
     assert node.machine.phase is Phase.IDLE and node.machine.group_name == "g1"
+    assert node.machine.info is not None and node.machine.info.label == "v7"
     # The group stays: the next refit of the same epoch joins nobody.
     node.to_released(refit=8, epoch=3)
 
