@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from ..proto.lifeline import end_with_parent
 
 
 class Child:
@@ -30,20 +29,13 @@ class Child:
         Raises:
             OSError: if the process cannot be started.
         """
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             pass_fds=pass_fds,
             env={**os.environ, **(environment or {})},
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - two system calls, no locks
+            preexec_fn=functools.partial(end_with_parent, os.getpid()),  # noqa: PLW1509 - it takes no lock
         )
         self.pid = self._process.pid
         self._on_exit: Callable[[str], None] | None = on_exit

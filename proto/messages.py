@@ -235,7 +235,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The node is registered. ``life`` names this run of the broadcaster: a refit begun under another is dead."""
+    """The node is registered. ``life`` names this broadcaster: a refit begun under another is dead."""
 
     heartbeat_seconds: float
     life: str = ""

@@ -1,6 +1,6 @@
 """The engine as the agent's child: started, watched, and ended with the agent.
 
-agent ends in any way, SIGKILL too → the kernel kills the child (PR_SET_PDEATHSIG)
+agent ends in any way, SIGKILL too → the kernel kills the child (see proto.lifeline)
 child ends                         → exit status and the last lines it wrote become the cause
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import functools
 import os
 import signal
 import sys
@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..proto.errors import InvalidConfig, WeightcastError
+from ..proto.lifeline import end_with_parent
 
 #: Lines of the child's output that an exit's cause repeats.
 _LAST_LINES = 5
-_PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 64 * 1024
 
 
@@ -45,14 +45,6 @@ class EngineChild:
         Raises:
             InvalidConfig: if it cannot be started at all.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died between fork and prctl
-                os._exit(1)
-
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -60,7 +52,7 @@ class EngineChild:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=functools.partial(end_with_parent, os.getpid()),
                 limit=_LONGEST_LINE,
             )
         except OSError as error:

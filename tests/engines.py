@@ -6,6 +6,7 @@ variable ``WEIGHTCAST_SGLANG_PYTHON``.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from weightcast.proto.lifeline import end_with_parent
 
 #: Where CPU processes on one machine find each other, whatever the host's name resolves to.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -165,6 +167,8 @@ def _started(command: list[str], environment: dict[str, str], log: Path) -> Iter
         errors="replace",
         env={**os.environ, **LOOPBACK, **environment},
         start_new_session=True,
+        # A test run that is killed must not leave servers behind.
+        preexec_fn=functools.partial(end_with_parent, os.getpid()),
     )
     started = _Started(process, log)
     reader = threading.Thread(target=started.drain, daemon=True)

@@ -27,11 +27,11 @@ END_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
 _LOG_TAIL_BYTES = 2000
 
-# PR_SET_PDEATHSIG is 1. The parent may have died before the call: then its id has changed already.
+# Not between fork and exec: a training process has threads that may hold any lock at that moment.
 _CHILD = (
-    "import ctypes, os, runpy, signal, sys; "
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.getppid() == int(sys.argv.pop(1)) or sys.exit('the trainer ended'); "
+    "import runpy, signal, sys; "
+    "from weightcast.proto.lifeline import end_with_parent; "
+    "end_with_parent(int(sys.argv.pop(1)), by=signal.SIGTERM); "
     "runpy.run_module('weightcast.broadcaster', run_name='__main__', alter_sys=True)"
 )
 

@@ -7,7 +7,6 @@ what a client is told is what rank 0 saw. All ranks then do the same things in t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ import zmq
 
 from ...proto import sockets
 from ...proto.errors import InvalidConfig
+from ...proto.lifeline import end_with_parent
 from . import wire
 from .decoder import Decoder, check_checkpoint, read_checkpoint
 from .faults import Fault
@@ -27,8 +27,6 @@ from .generation import Generation
 from .group import gather_bytes, open_default_group
 from .sharding import check_tp, read_config
 from .updates import WeightUpdates
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Rank:
@@ -180,19 +178,6 @@ def _play(rank: Rank, calls: list[wire.Call] | tuple[wire.Call, ...]) -> Any:
         yield from rank.carry_out(call)
     if rank.generation.has_work:
         yield from rank.generation.step()
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, even while it is frozen.
-
-    Raises:
-        OSError: if the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        raise OSError("the front ended before its rank had started")
 
 
 def main(arguments: list[str]) -> None:

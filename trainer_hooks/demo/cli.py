@@ -7,6 +7,7 @@ each refit every server's greedy output must equal the trainer's own and differ 
 from __future__ import annotations
 
 import json as jsonlib
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -66,6 +67,8 @@ def demo(
         raise InvalidConfig(
             "--engine sglang needs --sglang-python: the path of a Python that has sglang installed"
         )
+    # Ended from outside, it must still end what it started: SIGTERM unwinds like any other exit.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     console = Console(stderr=True)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weightcast-demo-") as folder:

@@ -6,6 +6,7 @@ Each is started as a user would start it, from its command line, and ended on ev
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import selectors
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from ...proto.errors import WeightcastError
+from ...proto.lifeline import end_with_parent
 from .prompts import PROMPTS, ask_engine, tokens_of
 
 #: Seconds until the broadcaster announces itself, and until all nodes are registered.
@@ -191,6 +193,7 @@ class DemoFleet:
                 stderr=log,
                 env=self._env | extra,
                 start_new_session=True,
+                preexec_fn=functools.partial(end_with_parent, os.getpid(), by=signal.SIGTERM),
             )
 
     def _read_line(self, name: str, *, seconds: float) -> bytes:
