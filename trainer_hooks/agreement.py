@@ -87,8 +87,7 @@ class Agreement:
         self._patience = patience
         self._kept: list[tuple[Any, torch.Tensor]] = []
         if self.world > 1:
-            # pyright does not know that a member always gets a group.
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))  # pyright: ignore[reportAttributeAccessIssue]
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
 
     def settle(self, ballot: Ballot, judge: Judge, *, rank0_seconds: float = 0.0) -> Verdict:
         """Bring this rank's ballot and get everybody's verdict. ``judge`` runs on rank 0 alone.

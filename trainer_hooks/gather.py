@@ -124,7 +124,7 @@ def plan_boxes(
         nearest = all(
             not isinstance(p, Replicate) or coordinate[dim] == root[dim] for dim, p in enumerate(placements)
         )
-        if nearest and math.prod(stop - start for start, stop in box):
+        if nearest and all(stop > start for start, stop in box):
             senders.append((rank, box))
     return GatherPlan("boxes", boxes=tuple(senders), reduce=reduce, ranks=ranks, device=device)
 
@@ -195,7 +195,7 @@ def _cut_orders(
         placement = placements[mesh_dim]
         if isinstance(placement, Replicate) or mesh_shape[mesh_dim] == 1:
             continue
-        tensor_dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        tensor_dim: int = placement.dim  # type: ignore[attr-defined]
         factor: int = getattr(placement, "split_factor", 1)
         order = orders.setdefault(tensor_dim, [])
         place = 0

@@ -190,7 +190,7 @@ class RankRefit:
         verdict = seat.agreement.settle(ballot, judge, rank0_seconds=60.0)
         if verdict.kind == "explain" and verdict.cause is not None:
             verdict = self._explain(verdict.cause.rank or 0, layout)
-        raise_common(verdict, self._failure and self._failure.error)
+        raise_common(verdict, None if self._failure is None else self._failure.error)
         if source is None:
             raise RefitFailed("the tensors could not be listed")
         if streamed:
@@ -289,7 +289,7 @@ class RankRefit:
 
         ballot = Ballot(cause=None if self._failure is None else self._failure.cause)
         verdict = self._seat.agreement.settle(ballot, judge, rank0_seconds=self._seconds_left_of_rank0)
-        raise_common(verdict, self._failure and self._failure.error)
+        raise_common(verdict, None if self._failure is None else self._failure.error)
         return verdict
 
     def _judge_failures(self, ballots: Sequence[Ballot]) -> Verdict | None:

@@ -13,7 +13,7 @@ zero-argument callable          called for a fresh iterable each time and stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,7 +48,7 @@ class TensorSource:
         elif isinstance(named_tensors, Iterable):
             self._listed = list(named_tensors)
         elif callable(named_tensors):
-            self._produce = cast(Callable[[], Pairs], named_tensors)
+            self._produce = named_tensors
         else:
             raise InvalidLayout(
                 f"refit got a {type(named_tensors).__name__}; it takes an nn.Module, a mapping, an iterable "
@@ -59,7 +59,7 @@ class TensorSource:
     def streamed(self) -> bool:
         return self._produce is not None
 
-    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def pairs(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """A fresh pass over (name, tensor).
 
         Raises:
@@ -158,7 +158,7 @@ class BucketFeed:
     def close(self) -> None:
         """End the source's iterator and drop what is held."""
         self._early.clear()
-        self._pairs.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
+        self._pairs.close()
 
     def _take(self) -> tuple[int, torch.Tensor]:
         index = self._next

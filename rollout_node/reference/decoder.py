@@ -24,10 +24,11 @@ from .sharding import (
 
 
 class KeyValueCache:
-    """Keys and values of one sequence: per layer ``[capacity, kv heads of this rank, head_dim]`` float32."""
+    """Keys and values of one sequence: per layer and kind ``[capacity, kv heads, head_dim]``, float32."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-        shape = (config_layers(decoder), 2, capacity, decoder.kv_heads, decoder.config.head_dim)
+        config = decoder.config
+        shape = (config.num_hidden_layers, 2, capacity, decoder.kv_heads, config.head_dim)
         self.entries = torch.empty(shape, dtype=torch.float32, device=decoder.device)
         self.length = 0
 
@@ -35,11 +36,6 @@ class KeyValueCache:
         """Start from the first ``length`` positions of another sequence's cache."""
         self.entries[:, :, :length] = other.entries[:, :, :length]
         self.length = length
-
-
-def config_layers(decoder: Decoder) -> int:
-    """Number of layers of a decoder."""
-    return decoder.config.num_hidden_layers
 
 
 class Decoder:
@@ -153,8 +149,10 @@ class Decoder:
         self, x: Tensor, prefix: str, cached: Tensor, positions: slice, cos: Tensor, sin: Tensor
     ) -> Tensor:
         size = self.config.head_dim
-        qkv = self._linear(x, f"{prefix}self_attn.qkv_proj.weight").unflatten(-1, (-1, size))
-        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        qkv = self._linear(x, f"{prefix}self_attn.qkv_proj.weight")
+        qkv = qkv.view(len(qkv), -1, size)
+        query, key = qkv[:, : self.heads], qkv[:, self.heads : -self.kv_heads]
+        value = qkv[:, -self.kv_heads :]
         cached[0, positions] = _rotate(key, cos, sin)
         cached[1, positions] = value
         groups = self.heads // self.kv_heads

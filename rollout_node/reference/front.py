@@ -14,10 +14,9 @@ import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from . import wire
-from .faults import FaultTable
+from .faults import Fault, FaultTable
 from .ranks import Ranks
 from .sharding import DecoderConfig
 
@@ -143,7 +142,7 @@ class EngineFront:
             self.model_path = body.model_path
         return self._relabel_after(body, answer)
 
-    async def _exclusively(self, body: wire.AnyBody, fault: Any = None) -> wire.Answer:
+    async def _exclusively(self, body: wire.AnyBody, fault: Fault | None = None) -> wire.Answer:
         # Whoever paused the engine keeps its sequences from moving; holding the condition keeps
         # another client from resuming in the middle.
         async with self._pause_changed:

@@ -164,7 +164,8 @@ class Generation:
             if not sequence.output_ids:
                 sequence.cached_tokens = known
         logits = self._decoder.next_logits(tokens[sequence.cache.length :], sequence.cache)
-        self._prefixes.put(tokens, sequence.cache) if not sequence.output_ids else None
+        if not sequence.output_ids:
+            self._prefixes.put(tokens, sequence.cache)
         sequence.output_ids.append(int(logits.argmax()))
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:

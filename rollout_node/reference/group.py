@@ -29,7 +29,7 @@ def open_default_group(*, run_dir: Path, tp_rank: int, tp_size: int, device: tor
     Raises:
         torch.distributed.DistStoreError: if a rank does not come in time.
     """
-    store = dist.FileStore(str(run_dir / "default-group"), tp_size)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(str(run_dir / "default-group"), tp_size)  # type: ignore[attr-defined]
     store.set_timeout(START_TIMEOUT)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ...proto.digest import digest_bytes, format_digest
 from ...proto.errors import InvalidConfig
+from ...proto.layout import TensorSpec
 from .decoder import Decoder, check_checkpoint, read_checkpoint
 from .faults import Fault
 from .group import gather_bytes, join_update_group
-from .sharding import expected_tensors, optional_tensors, placements, read_config
+from .sharding import Placement, expected_tensors, optional_tensors, placements, read_config
 from .wire import (
     GetWeightsByName,
     InitWeightsUpdateGroup,
@@ -191,40 +192,56 @@ class WeightUpdates:
         """Digest of each whole Hugging Face tensor as the ranks hold it (on rank 0; else empty).
 
         Copies that ranks hold of the same elements (norms, replicated key-value heads) must agree; if
-        they do not, the digest is that of all copies one after the other, which no tensor has.
+        they do not, the digest is that of all parts one after the other, which no tensor has.
         """
         decoder = self._decoder
         tables = [placements(decoder.config, rank, decoder.tp_size) for rank in range(decoder.tp_size)]
-        result: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for spec in expected_tensors(decoder.config):
             tied = spec.name in optional_tensors(decoder.config)
+            places = [table["model.embed_tokens.weight" if tied else spec.name] for table in tables]
             part = decoder.held_part(spec.name).cpu().contiguous()
             if decoder.tp_rank:
-                dist.send(part.view(torch.uint8), 0) if part.numel() else None
+                _send(part)
                 continue
             parts = [part]
-            whole = torch.empty(spec.shape, dtype=part.dtype)
-            places = [table["model.embed_tokens.weight" if tied else spec.name] for table in tables]
-            for other, place in enumerate(places[1:], start=1):
-                shape = list(spec.shape)
-                if place.axis >= 0:
-                    shape[place.axis] = place.stop - place.start
-                received = torch.empty(shape, dtype=part.dtype)
-                dist.recv(received.view(torch.uint8), other) if received.numel() else None
-                parts.append(received)
-            agree = True
-            seen: set[tuple[int, int]] = set()
-            for piece, place in zip(parts, places, strict=True):
-                target = whole
-                if place.axis >= 0:
-                    target = whole.narrow(place.axis, place.start, place.stop - place.start)
-                if (place.start, place.stop) in seen:
-                    agree &= torch.equal(_as_bytes(target), _as_bytes(piece))
-                seen.add((place.start, place.stop))
-                target.copy_(piece)
-            held = _bytes_of(whole) if agree else b"".join(_bytes_of(piece).tobytes() for piece in parts)
-            result[spec.name] = format_digest(digest_bytes(held))
-        return result
+            parts += [
+                _receive_part(spec, place, part.dtype, other) for other, place in enumerate(places) if other
+            ]
+            whole = _put_together(spec, places, parts)
+            held = b"".join(_bytes_of(piece) for piece in parts) if whole is None else _bytes_of(whole)
+            digests[spec.name] = format_digest(digest_bytes(held))
+        return digests
+
+
+def _send(part: Tensor) -> None:
+    if part.numel():
+        dist.send(part.view(torch.uint8), 0)
+
+
+def _receive_part(spec: TensorSpec, place: Placement, dtype: torch.dtype, rank: int) -> Tensor:
+    shape = list(spec.shape)
+    if place.axis >= 0:
+        shape[place.axis] = place.stop - place.start
+    part = torch.empty(shape, dtype=dtype)
+    if part.numel():
+        dist.recv(part.view(torch.uint8), rank)
+    return part
+
+
+def _put_together(spec: TensorSpec, places: list[Placement], parts: list[Tensor]) -> Tensor | None:
+    """The whole tensor from the ranks' parts; None if two ranks hold the same elements differently."""
+    whole = torch.empty(spec.shape, dtype=parts[0].dtype)
+    filled: set[tuple[int, int]] = set()
+    for place, part in zip(places, parts, strict=True):
+        target = whole
+        if place.axis >= 0:
+            target = whole.narrow(place.axis, place.start, place.stop - place.start)
+        if (place.start, place.stop) in filled and not torch.equal(_as_bytes(target), _as_bytes(part)):
+            return None
+        filled.add((place.start, place.stop))
+        target.copy_(part)
+    return whole
 
 
 def _receive_bucket(
