@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import Engine, reference_engine, sglang_engine
+from engines import LOOPBACK, Engine, reference_engine, sglang_engine
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
+
+# Rank 0 of the groups in these tests is the test process itself.
+os.environ |= LOOPBACK
 
 ADMIN_KEY = "admin-secret"
 USER_KEY = "user-secret"
