@@ -74,6 +74,9 @@ class FakeBroadcaster:
         #: The trainer's number of the refit that is running; buckets of others are ignored.
         self._running = 0
         self._link: socket.socket | None = None
+        #: The trainer's link ended and its slots are closed.
+        self.unlinked = threading.Event()
+        self.said_goodbye = threading.Event()
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -115,6 +118,7 @@ class FakeBroadcaster:
                 ready = dict(poller.poll(int(_LINGER * 1000)))
                 if listener.fileno() in ready:
                     self._link, _ = listener.accept()
+                    self.unlinked.clear()
                     self._link.settimeout(5)
                 if self._link is not None and self._link.fileno() in ready:
                     slot = receive_slot(self._link)
@@ -142,11 +146,13 @@ class FakeBroadcaster:
             slot.close()
         self.slots.clear()
         self._uncredited.clear()
+        self.unlinked.set()
 
     def _take(self, message: Any, path: str) -> None:
         match message:
             case TrainerHello():
                 self.hellos.append(message)
+                self.said_goodbye.clear()
                 cause = self.on_hello(message)
                 if cause is not None:
                     self._tell(message, TrainerRejected, cause=cause)
@@ -168,9 +174,12 @@ class FakeBroadcaster:
                 self._finish(message, ok=False, cause=cause)
             case SlotRetired(slot=slot):
                 self.retired.append(slot)
-                self.slots.pop(slot).close()
+                retired = self.slots.pop(slot, None)
+                if retired is not None:
+                    retired.close()
             case TrainerGoodbye():
                 self.goodbyes += 1
+                self.said_goodbye.set()
 
     def _bucket(self, message: BucketPacked) -> None:
         word = self.on_bucket(message.bucket)
@@ -233,4 +242,8 @@ class FakeBroadcaster:
 
     def _tell(self, asked: Any, kind: Any, **fields: Any) -> None:
         answer = kind(job=asked.job, incarnation=asked.incarnation, refit=asked.refit, **fields)
-        self._control.send_multipart([self._peer, encode(answer)])
+        try:
+            self._control.send_multipart([self._peer, encode(answer)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # the trainer may have left meanwhile
+                raise

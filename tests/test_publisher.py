@@ -81,6 +81,8 @@ def test_every_kind_of_tensor_arrives_byte_for_byte(
     specs = {spec.name: spec for spec in broadcaster.refit.begin.layout.tensors}
     assert [specs[name].shape for name, _ in tensors] == [tuple(tensor.shape) for _, tensor in tensors]
     assert broadcaster.hellos[0].slots == {0: 256, 1: 256}
+    publisher.close()
+    assert broadcaster.said_goodbye.wait(10)
     assert broadcaster.retired == [2], "the outsized slot lives for its bucket only"
 
 
@@ -252,8 +254,9 @@ def test_close_says_goodbye_and_leaks_no_descriptor(tmp_path: Path) -> None:
         for step in range(4):
             with Publisher(run_dir=tmp_path, bucket_bytes=64) as publisher:
                 publisher.refit(step, strange_tensors())
+            assert fake.unlinked.wait(10) and fake.said_goodbye.wait(10)
             counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        assert max(counts[1:]) <= counts[0] + 2  # the fake closes its side a moment later
+        assert max(counts[1:]) <= counts[0] + 2  # ZeroMQ closes the fake's end in a thread of its own
         assert publisher.close() is None
         with pytest.raises(RefitFailed, match="closed"):
             publisher.refit(9, strange_tensors())
