@@ -34,8 +34,9 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             pass_fds=pass_fds,
+            process_group=0,  # Ctrl-C is for control alone: it ends its children in order
             env={**os.environ, **(environment or {})},
-            preexec_fn=functools.partial(end_with_parent, os.getpid()),  # noqa: PLW1509 - it takes no lock
+            preexec_fn=functools.partial(end_with_parent, os.getpid()),
         )
         self.pid = self._process.pid
         self._on_exit: Callable[[str], None] | None = on_exit

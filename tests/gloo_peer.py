@@ -1,4 +1,4 @@
-"""A gloo rank that joins the way an SGLang worker does, as a process of its own.
+"""A rank that joins the way an SGLang worker does, as a process of its own: `gloo_peer.py [gloo|nccl]`.
 
 ``init_custom_process_group`` of sglang/srt/utils/common.py, 0.5.23, step by step: a default group is there
 already, the store comes from a ``tcp://`` URL, one PrefixStore, then torch's own helper.
@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
 
+BACKEND = sys.argv[1] if len(sys.argv) > 1 else "gloo"
+DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
+
 
 def join(*, url: str, name: str, rank: int, world: int, seconds: float) -> dist.ProcessGroup:
     timeout = datetime.timedelta(seconds=seconds)
@@ -27,7 +30,7 @@ def join(*, url: str, name: str, rank: int, world: int, seconds: float) -> dist.
         world,
         rank,
         [],
-        dist.Backend("gloo"),
+        dist.Backend(BACKEND),
         PrefixStore(name, store),
         group_name=name,
         backend_options=None,
@@ -51,9 +54,9 @@ def serve() -> None:
                 groups[current] = join(**order["join"])
                 answer = {"joined": current}
             elif "receive" in order:
-                buffer = torch.empty(order["receive"], dtype=torch.uint8)
+                buffer = torch.empty(order["receive"], dtype=torch.uint8, device=DEVICE)
                 dist.broadcast(buffer, src=0, group=groups[current])
-                answer = {"sha256": hashlib.sha256(buffer.numpy().tobytes()).hexdigest()}
+                answer = {"sha256": hashlib.sha256(buffer.cpu().numpy().tobytes()).hexdigest()}
             else:
                 dist.destroy_process_group(groups.pop(order["leave"]))
                 answer = {"left": order["leave"]}

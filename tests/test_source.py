@@ -4,59 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
+import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+from fake_fleet import ENVIRONMENT, SECONDS, Peer
 from weightcast.proto import messages
 from weightcast.proto.checksums import ChecksumEntry, ChecksumPlan, Piece
 from weightcast.proto.layout import Layout, TensorSpec, plan_buckets
 from weightcast.proto.slots import Slot, send_slot
 from weightcast.proto.sockets import bind, configure, decode, encode
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-PEER = Path(__file__).parent / "gloo_peer.py"
-SECONDS = 30.0
-
-
-class Peer:
-    """One gloo rank in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    @classmethod
-    async def start(cls) -> Peer:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(PEER),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        peer = cls(process)
-        assert await peer.answer() == {"ready": True}
-        return peer
-
-    def order(self, order: dict) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-
-    async def answer(self) -> dict:
-        assert self.process.stdout
-        return json.loads(await asyncio.wait_for(self.process.stdout.readline(), SECONDS))
-
-    async def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
 
 
 class Harness:
@@ -116,12 +80,23 @@ async def source(tmp_path: Path) -> AsyncIterator[Harness]:
     await harness.end()
 
 
+@pytest.fixture(scope="module")
+def peers() -> Iterator[list[Peer]]:
+    """Two ranks for all tests that leave them alive; every group has a name of its own."""
+    yield from two_peers()
+
+
 @pytest.fixture
-async def peers() -> AsyncIterator[list[Peer]]:
-    found = await asyncio.gather(Peer.start(), Peer.start())
-    yield list(found)
+def doomed_peers() -> Iterator[list[Peer]]:
+    """Two ranks for one test that kills them."""
+    yield from two_peers()
+
+
+def two_peers() -> Iterator[list[Peer]]:
+    found = [Peer(), Peer()]
+    yield found
     for peer in found:
-        await peer.end()
+        peer.end()
 
 
 STAMP = {"job": "j", "incarnation": "life", "epoch": 1, "refit": 3}
@@ -130,7 +105,7 @@ STAMP = {"job": "j", "incarnation": "life", "epoch": 1, "refit": 3}
 def open_order(*, host: str, epoch: int = 1, world: int = 3, seconds: float = SECONDS) -> messages.OpenGroup:
     return messages.OpenGroup(
         **{**STAMP, "epoch": epoch},
-        group_name=f"weightcast-j-life-e{epoch}",
+        group_name=f"weightcast-j-{secrets.token_hex(4)}-e{epoch}",
         host=host,
         world_size=world,
         backend="gloo",
@@ -233,12 +208,14 @@ async def test_leaves_a_group_and_forms_the_next_with_the_same_peers(
         assert await peer.answer() == {"sha256": hashlib.sha256(b"x" * 10).hexdigest()}
 
 
-async def test_a_peer_killed_in_a_broadcast_is_told_at_once(source: Harness, peers: list[Peer]) -> None:
-    await form_group(source, peers)
+async def test_a_peer_killed_in_a_broadcast_is_told_at_once(
+    source: Harness, doomed_peers: list[Peer]
+) -> None:
+    await form_group(source, doomed_peers)
     nbytes = 64 << 20
     await source.attach(0, bytes(nbytes))
     await source.tell(bucket_order(0, 0, nbytes))
-    peers[1].process.kill()
+    doomed_peers[1].process.kill()
     failed = await source.hear()
     assert isinstance(failed, messages.SourceFailed)
     assert (failed.cause.code, failed.cause.epoch, failed.cause.bucket) == ("broadcast_failed", 1, 0)
