@@ -4,9 +4,9 @@
     folder/model.safetensors.index.json          {"weight_map": {name: file}} and the files it names
 
 A file is ``<u64 header length><JSON header><bytes>``; the header gives each tensor's dtype, shape and byte
-range (https://github.com/huggingface/safetensors, "Format"). Tensors are views of the mapped file. When the
-next one is asked for, the pages of the last one are given back, so that a checkpoint larger than memory
-passes through in constant space.
+range (https://github.com/huggingface/safetensors, "Format"). A tensor's bytes are a view of the mapped file;
+once they are used, its pages are given back, so that a checkpoint larger than memory passes through in
+constant space. No torch: bytes are all that is needed of a tensor here.
 
 Order: layer by layer, numbers as numbers, and inside a layer q, k, v and gate, up next to each other in
 the order in which engines fuse them: whoever recomputes a fused parameter's checksum then holds nothing back.
@@ -14,19 +14,18 @@ the order in which engines fuse them: whoever recomputes a fused parameter's che
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-
 from ..proto.errors import InvalidLayout
-from ..proto.layout import ITEM_SIZES
+from ..proto.layout import ITEM_SIZES, TensorSpec
 
 #: safetensors' dtype names.
 DTYPES: dict[str, str] = {
@@ -62,10 +61,8 @@ class CheckpointInvalid(InvalidLayout):
 class Entry(NamedTuple):
     """One tensor of one file: bytes ``[start, stop)`` of the mapped file."""
 
-    name: str
+    spec: TensorSpec
     file: int
-    dtype: str
-    shape: tuple[int, ...]
     start: int
     stop: int
 
@@ -89,43 +86,38 @@ class Checkpoint:
                 mapped = _map(file)
                 self._maps.append(mapped)
                 for entry in _read_header(file, number, mapped):
-                    if entry.name in found:
-                        other = self.files[found[entry.name].file].name
-                        raise CheckpointInvalid(f"{entry.name!r} is in both {other} and {file.name}")
-                    found[entry.name] = entry
+                    name = entry.spec.name
+                    if name in found:
+                        other = self.files[found[name].file].name
+                        raise CheckpointInvalid(f"{name!r} is in both {other} and {file.name}")
+                    found[name] = entry
             _check_promises(promised, found, self.files)
         except BaseException:
             self.close()
             raise
-        self.entries = tuple(sorted(found.values(), key=lambda entry: arrival_key(entry.name)))
+        self.entries = tuple(sorted(found.values(), key=lambda entry: arrival_key(entry.spec.name)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.stop - entry.start for entry in self.entries)
 
-    def tensors(
-        self, passed: Callable[[int], None] = lambda nbytes: None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) in order. A tensor is valid until the next is asked for, or the folder closed.
-
-        Args:
-            passed: told the bytes of each tensor when it is done with.
-        """
-        for entry in self.entries:
-            yield entry.name, self._tensor(entry)
+    @contextlib.contextmanager
+    def bytes_of(self, entry: Entry) -> Iterator[memoryview]:
+        """The tensor's bytes (uint8, read-only) inside the block; its pages are given back after it."""
+        whole = memoryview(self._maps[entry.file])
+        part = whole[entry.start : entry.stop]
+        try:
+            yield part
+        finally:
+            part.release()
+            whole.release()
             self._give_back(entry)
-            passed(entry.stop - entry.start)
 
     def close(self) -> None:
         """Unmap the files. Safe to call twice."""
         while self._maps:
-            mapped = self._maps.pop()
-            try:
-                mapped.close()
-            except BufferError:
-                # A tensor that somebody still holds keeps its mapping; it goes with that tensor.
-                continue
+            self._maps.pop().close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -134,18 +126,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _tensor(self, entry: Entry) -> torch.Tensor:
-        dtype = getattr(torch, entry.dtype)
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=dtype)
-        size = ITEM_SIZES[entry.dtype]
-        raw = torch.frombuffer(
-            self._maps[entry.file], dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start
-        )
-        if raw.data_ptr() % size:
-            raw = raw.clone()  # the format does not promise alignment; torch's kernels want it
-        return raw.view(dtype).view(entry.shape)
 
     def _give_back(self, entry: Entry) -> None:
         page = mmap.PAGESIZE
@@ -203,8 +183,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _map(file: Path) -> mmap.mmap:
     try:
         with file.open("rb") as opened:
-            # A private copy-on-write map: torch wants writable memory, and nothing here writes.
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise CheckpointInvalid(f"{file} cannot be mapped: {error}") from error
     mapped.madvise(mmap.MADV_SEQUENTIAL)
@@ -250,7 +229,7 @@ def _entry(file: Path, number: int, name: str, said: Any, *, base: int, size: in
         )
     if stop - start != math.prod(shape) * ITEM_SIZES[DTYPES[dtype]]:
         raise CheckpointInvalid(f"{file} has {name!r} of {dtype} {list(shape)} in {stop - start} bytes")
-    return Entry(name, number, DTYPES[dtype], shape, base + start, base + stop)
+    return Entry(TensorSpec(name, DTYPES[dtype], shape), number, base + start, base + stop)
 
 
 def _check_promises(promised: dict[str, str] | None, found: dict[str, Entry], files: list[Path]) -> None:

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..proto.config import BroadcasterConfig
+from ..proto.config import BroadcasterConfig, default_run_dir
 from ..proto.errors import (
     BroadcasterUnavailable,
     Cause,
@@ -36,7 +36,8 @@ from ..proto.errors import (
 )
 from ..proto.messages import RefitReport
 from .checkpoint import Checkpoint
-from .publisher import Publisher
+from .push import push_checkpoint
+from .rank0 import Rank0
 
 #: Exit statuses.
 OK, FAILED, UNUSABLE = 0, 1, 2
@@ -101,16 +102,12 @@ def push(
                 raise InvalidConfig(
                     "--admin-key-file needs --engine; a running broadcaster has keys of its own"
                 )
-            publisher = stack.enter_context(
-                Publisher(
-                    job=job,
-                    run_dir=run_dir,
-                    launch=launch,
-                    bucket_bytes=parse_bytes(bucket_bytes),
-                    slots=slots,
-                )
-            )
-            report = _refit(publisher, opened, step=step, label=label, console=console)
+            if slots < 1:
+                raise InvalidConfig(f"--slots is {slots}; it must be at least 1")
+            root = Rank0(job, run_dir or default_run_dir(job), 1, slots, parse_bytes(bucket_bytes))
+            stack.callback(root.close)
+            root.connect(launch)
+            report = _refit(root, opened, step=step, label=label, console=console)
     except RefitFailed as error:
         status, cause = FAILED, error.cause
         report = error.report if isinstance(error.report, RefitReport) else None
@@ -162,7 +159,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise InvalidConfig(f"--bucket-bytes {text!r} is no size; write it as 268435456 or 256MiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    size = int(float(match[1]) * _UNITS[match[2] or ""])
+    if size < 1:
+        raise InvalidConfig(f"--bucket-bytes {text!r} holds nothing; give at least 1")
+    return size
 
 
 def as_json(report: RefitReport | None, cause: Cause | None) -> dict[str, Any]:
@@ -173,9 +173,7 @@ def as_json(report: RefitReport | None, cause: Cause | None) -> dict[str, Any]:
     return found
 
 
-def _refit(
-    publisher: Publisher, opened: Checkpoint, *, step: int, label: str | None, console: Console
-) -> RefitReport:
+def _refit(root: Rank0, opened: Checkpoint, *, step: int, label: str | None, console: Console) -> RefitReport:
     with Progress(
         TextColumn("packed"),
         BarColumn(),
@@ -186,16 +184,13 @@ def _refit(
         disable=not console.is_terminal,
     ) as progress:
         bar = progress.add_task("packed", total=opened.nbytes)
-        passes = 0
-
-        def export() -> Iterator[tuple[str, Any]]:
-            nonlocal passes
-            passes += 1
-            # The first pass only lists names and shapes; no byte is touched.
-            moved = (lambda nbytes: progress.advance(bar, nbytes)) if passes > 1 else (lambda nbytes: None)
-            return opened.tensors(moved)
-
-        return publisher.refit(step, export, label=label)
+        return push_checkpoint(
+            opened,
+            root,
+            step=step,
+            label=label or f"{step}-{root.incarnation}",
+            packed=lambda nbytes: progress.advance(bar, nbytes),
+        )
 
 
 def _show(console: Console, report: RefitReport | None, cause: Cause | None) -> None:
@@ -209,9 +204,11 @@ def _show(console: Console, report: RefitReport | None, cause: Cause | None) -> 
         console.print(table)
         seconds = report.seconds
         console.print(
-            f"{report.bytes / 1e9:.3f} GB, {report.tensors} tensors, {report.buckets} buckets in "
+            f"{decimal(report.bytes)}, {report.tensors} tensors, {report.buckets} buckets in "
             f"{seconds.total:.2f} s (pack {seconds.pack:.2f}, wire {seconds.wire:.2f}, "
-            f"load {seconds.load:.2f}, verify {seconds.verify:.2f}); wire {report.wire_rate / 1e9:.2f} GB/s"
+            f"load {seconds.load:.2f}, verify {seconds.verify:.2f}); wire "
+            f"{decimal(round(report.wire_rate))}/s",
+            soft_wrap=True,
         )
     if cause is not None:
-        console.print(f"weightcast push: {cause.describe()}", style="red", markup=False, highlight=False)
+        console.print(f"weightcast push: {cause.describe()}", style="red", markup=False, soft_wrap=True)

@@ -12,7 +12,14 @@ from __future__ import annotations
 import time
 from typing import Any, NoReturn
 
-from ..proto.errors import BroadcasterUnavailable, Cause, ProtocolError, RefitFailed, RefitRejected
+from ..proto.errors import (
+    BroadcasterUnavailable,
+    Cause,
+    ProtocolError,
+    RefitFailed,
+    RefitRejected,
+    WeightcastError,
+)
 from ..proto.layout import Layout
 from ..proto.messages import (
     BucketPacked,
@@ -246,3 +253,11 @@ def failure_of(report: RefitReport) -> RefitFailed:
             "internal", f"not every node holds version {report.version} ({behind or 'no node at all'})"
         )
     return RefitFailed(cause.message, cause=cause, report=report)
+
+
+def cause_of(error: BaseException, *, rank: int, bucket: int | None = None) -> Cause:
+    """The cause that all ranks will raise for an error of one."""
+    if isinstance(error, (RefitFailed, RefitRejected, BroadcasterUnavailable, ProtocolError)):
+        return error.cause
+    text = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
+    return Cause("trainer_failed", text, rank=rank, bucket=bucket)

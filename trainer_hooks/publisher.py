@@ -21,8 +21,10 @@ from ..proto.errors import (
 )
 from ..proto.messages import RefitReport
 from .agreement import Agreement, Ballot, Verdict
+from .conversation import cause_of
 from .gather import Gatherer
-from .refit import Rank0, RankRefit, RankSeat, cause_of, first_cause, kind_of, raise_common
+from .rank0 import Rank0
+from .refit import RankRefit, RankSeat, first_cause, kind_of, raise_common
 from .sources import NamedTensors
 
 

@@ -11,63 +11,29 @@ sources, whose code may run collectives of its own: nobody may enter those while
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 import torch
 
-from ..proto.config import BroadcasterConfig
 from ..proto.errors import (
     BroadcasterUnavailable,
     Cause,
     InvalidLayout,
-    ProtocolError,
     RefitFailed,
     RefitRejected,
-    WeightcastError,
 )
 from ..proto.layout import Layout, TensorSpec, plan_buckets
 from ..proto.messages import RefitReport
 from .agreement import Agreement, Ballot, Verdict
-from .conversation import RefitConversation, SlotPool
+from .conversation import RefitConversation, cause_of
 from .gather import Gatherer, GatherPlan
-from .launch import ChildBroadcaster
-from .link import Link
 from .packing import BucketWriter
+from .rank0 import Rank0
 from .sources import BucketFeed, Described, NamedTensors, TensorSource
-
-_DIGEST_THREADS = 2
-
-
-class Rank0:
-    """What only rank 0 has: the connection, the slots, and perhaps the broadcaster itself."""
-
-    def __init__(self, job: str, run_path: Path, ranks: int, slots: int, bucket_bytes: int) -> None:
-        self.incarnation = secrets.token_hex(4)
-        self.link = Link(run_dir=run_path, job=job, incarnation=self.incarnation, ranks=ranks)
-        self.pool = SlotPool(count=slots, nbytes=bucket_bytes)
-        self.digests = ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="weightcast-digest")
-        self._child: ChildBroadcaster | None = None
-
-    def connect(self, launch: BroadcasterConfig | None = None) -> None:
-        """Reach the broadcaster (after starting it, if asked to), unless it is connected already."""
-        if launch is not None:
-            self._child = ChildBroadcaster(msgspec.structs.replace(launch, run_dir=str(self.link.run_dir)))
-        if self.link.ensure_open(self.pool.open()):
-            self.pool.all_free()
-
-    def close(self) -> None:
-        self.link.close()
-        self.pool.close()
-        self.digests.shutdown(wait=True)
-        if self._child is not None:
-            self._child.close()
 
 
 @dataclass
@@ -364,14 +330,6 @@ def _with_whole(described: Sequence[Described], misfits: tuple[int, ...]) -> lis
         if plan.kind == "boxes":
             plans[index] = GatherPlan("whole", ranks=plan.ranks, device=plan.device)
     return plans
-
-
-def cause_of(error: BaseException, *, rank: int, bucket: int | None = None) -> Cause:
-    """The cause that all ranks will raise for an error of one."""
-    if isinstance(error, (RefitFailed, RefitRejected, BroadcasterUnavailable, ProtocolError)):
-        return error.cause
-    text = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
-    return Cause("trainer_failed", text, rank=rank, bucket=bucket)
 
 
 def kind_of(error: BaseException) -> str:
