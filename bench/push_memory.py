@@ -2,10 +2,11 @@
 
     python bench/push_memory.py [--gigabytes 2] [--nodes 3] [--bucket-mib 256] [--slots 2]
 
-Makes a random Llama folder of the given size, serves a small-valued copy of it from reference engines,
-pushes it to them, and samples the proportional memory (PSS, from /proc/PID/smaps) of the push process
-and all its descendants: control, source and hosted agents. Pages of the checkpoint's own files are the model
-and are left out; everything else counts, shared libraries included. Engines are not counted.
+Makes two random Llama folders of the given size, serves one from reference engines, pushes the other to
+them, and samples the proportional memory (PSS, from /proc/PID/smaps) of the push process and of the
+broadcaster's processes, control and source. Pages of the checkpoint's own files are the model and are left
+out; everything else counts: interpreters, torch, shared libraries. The agents that the broadcaster hosts for
+plain servers are the rollout side: they are shown but not counted. Engines are neither.
 
 Prints one JSON object. The bound is slots + 300 MB.
 """
@@ -95,32 +96,42 @@ def write_model(folder: Path, *, nbytes: float, seed: int) -> int:
     return total
 
 
+def role_of(command: list[str]) -> str:
+    """Which of weightcast's processes a command line is."""
+    text = " ".join(command)
+    roles = {"broadcaster.source": "source", "weightcast.broadcaster": "control", "rollout_node": "agents"}
+    return next((role for part, role in roles.items() if part in text), "push")
+
+
 class MemorySampler(threading.Thread):
-    """Samples the PSS of a process and its descendants until stopped; keeps the largest sum seen."""
+    """Samples the PSS of a process and its descendants until stopped; keeps the largest counted sum."""
 
     def __init__(self, pid: int, *, model: Path) -> None:
         super().__init__(daemon=True)
         self._root = psutil.Process(pid)
         self._model = str(model)
         self._stopped = threading.Event()
-        self.peak: dict[str, float] = {"total": 0.0}
+        self.total = 0.0
+        self.peak: dict[str, dict[str, float]] = {}
         self.samples = 0
 
     def run(self) -> None:
         while not self._stopped.wait(0.05):
-            kinds = {"anonymous": 0.0, "slots": 0.0, "files": 0.0}
+            roles: dict[str, dict[str, float]] = {}
             try:
                 processes = [self._root, *self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
             for process in processes:
                 try:
-                    self._add(process.pid, kinds)
-                except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    role = role_of(process.cmdline())
+                    self._add(process.pid, roles.setdefault(role, {"anonymous": 0, "slots": 0, "files": 0}))
+                except (FileNotFoundError, ProcessLookupError, psutil.Error):
                     continue
             self.samples += 1
-            if (total := sum(kinds.values())) > self.peak["total"]:
-                self.peak = {"total": total, **kinds, "processes": len(processes)}
+            total = sum(sum(kinds.values()) for role, kinds in roles.items() if role != "agents")
+            if total > self.total:
+                self.total, self.peak = total, roles
 
     def stop(self) -> None:
         self._stopped.set()
@@ -189,11 +200,14 @@ def main() -> None:
                     {
                         "model_bytes": nbytes,
                         "slot_bytes": slots,
-                        "peak_beyond_model_bytes": round(sampler.peak["total"]),
-                        "beyond_slots_bytes": round(sampler.peak["total"] - slots),
+                        "peak_beyond_model_bytes": round(sampler.total),
+                        "beyond_slots_bytes": round(sampler.total - slots),
                         "allowed_beyond_slots_bytes": round(ALLOWANCE),
-                        "within": sampler.peak["total"] <= slots + ALLOWANCE,
-                        "peak": {kind: round(value) for kind, value in sampler.peak.items()},
+                        "within": sampler.total <= slots + ALLOWANCE,
+                        "peak": {
+                            role: {kind: round(value) for kind, value in kinds.items()}
+                            for role, kinds in sampler.peak.items()
+                        },
                         "samples": sampler.samples,
                         "nodes": {n: node["outcome"] for n, node in report["nodes"].items()},
                         "seconds": report["seconds"],
