@@ -57,15 +57,15 @@ def demo(
         bucket_bytes: Bytes in one bucket; small here, so that the small model takes several.
         json: Print one JSON object on stdout at the end; everything else goes to stderr.
     """
-    sizes = parse_tp(tp, nodes=nodes)
     for name, value in (("nodes", nodes), ("trainer-ranks", trainer_ranks), ("refits", refits)):
         if value < 1:
             raise InvalidConfig(f"--{name} is {value}; it must be at least 1")
     if bucket_bytes < 1:
         raise InvalidConfig(f"--bucket-bytes is {bucket_bytes}; it must be at least 1")
-    if engine == "sglang" and sglang_python is None:
+    sizes = parse_tp(tp, nodes=nodes)
+    if engine == "sglang" and (sglang_python is None or not sglang_python.exists()):
         raise InvalidConfig(
-            "--engine sglang needs --sglang-python: the path of a Python that has sglang installed"
+            f"--engine sglang needs --sglang-python, a Python that has sglang installed; it is {sglang_python}"
         )
     # Ended from outside, it must still end what it started: SIGTERM unwinds like any other exit.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

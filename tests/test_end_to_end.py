@@ -1,0 +1,146 @@
+"""The whole of it from the command line: demo and push, on the reference engine and on SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import BOTH_ENGINES
+from engines import LOOPBACK, Engine, reference_engine, sglang_engine, sglang_python
+from weightcast.rollout_node.reference.model import TinyLlama, write_model
+
+WEIGHTCAST = [sys.executable, "-m", "weightcast.proto.cli"]
+PROMPT = [40, 41, 42, 43]
+
+
+def run(*arguments: str, seconds: float = 110) -> tuple[int, str, str]:
+    """One command: exit status, stdout, stderr."""
+    done = subprocess.run(
+        [*WEIGHTCAST, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | LOOPBACK,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def check_demo(output: str, *, engine: str, nodes: int, refits: int) -> None:
+    """The JSON object that the demo promises, and what it must say."""
+    assert output.count("\n") == 1
+    summary = json.loads(output)
+    assert summary["ok"] is True and summary["engine"] == engine and summary["nodes"] == nodes
+    assert len(summary["refits"]) == refits
+    versions = [refit["version"] for refit in summary["refits"]]
+    assert versions == sorted(set(versions))
+    for refit in summary["refits"]:
+        assert refit["bytes"] > 0 and refit["buckets"] > 1
+        assert {"gather", "pause", "wire", "load", "verify", "total"} <= set(refit["seconds"])
+        assert 0 < refit["seconds"]["wire"] <= refit["seconds"]["total"]
+        assert refit["output"] == {"matches_trainer": True, "changed": True}
+        assert len(refit["nodes"]) == nodes
+        for node in refit["nodes"].values():
+            assert node == {"outcome": "ready", "version": refit["version"], "digest": "match"}
+
+
+def test_demo_on_the_reference_engine() -> None:
+    status, out, err = run("demo", "--json", "--nodes", "2", "--tp", "1,2", "--refits", "2")
+    assert status == 0, err
+    check_demo(out, engine="reference", nodes=2, refits=2)
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_demo_on_sglang() -> None:
+    options = ["--engine", "sglang", "--sglang-python", sglang_python(), "--tp", "1,1,2", "--refits", "2"]
+    status, out, err = run("demo", "--json", *options, seconds=880)
+    assert status == 0, err
+    check_demo(out, engine="sglang", nodes=3, refits=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "0"], "--nodes is 0"),
+        (["--tp", "1,2"], "--tp is '1,2'; it must be one number, or 3"),
+        (["--tp", "two"], "--tp is 'two'"),
+        (["--bucket-bytes", "0"], "--bucket-bytes is 0"),
+        (["--engine", "sglang"], "--sglang-python"),
+        (["--engine", "sglang", "--sglang-python", "/nowhere/python"], "/nowhere/python"),
+    ],
+)
+def test_demo_names_the_option_that_is_wrong(options: Sequence[str], message: str) -> None:
+    status, out, err = run("demo", *options)
+    assert status == 2 and message in " ".join(err.split()) and out == ""
+
+
+def test_demo_that_is_ended_leaves_nothing_behind() -> None:
+    demo = subprocess.Popen(
+        [*WEIGHTCAST, "demo", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | LOOPBACK,
+    )
+    try:
+        root = psutil.Process(demo.pid)
+        family: list[psutil.Process] = []
+        # Three agents, their engines and ranks, broadcaster and source: all started, none ready yet.
+        while len(family) < 8:
+            family = root.children(recursive=True)
+            assert demo.poll() is None
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(60) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == []
+    finally:
+        demo.kill()
+        demo.wait()
+
+
+@pytest.fixture(params=BOTH_ENGINES)
+def pair(
+    request: pytest.FixtureRequest, float32_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Engine]]:
+    """Two engines of one kind on one float32 model, the second with two ranks."""
+    logs = tmp_path_factory.mktemp(f"pair-{request.param}")
+    with ExitStack() as stack:
+        if request.param == "reference":
+            yield [stack.enter_context(reference_engine(float32_model, logs, tp_size=tp)) for tp in (1, 2)]
+        else:
+            single = stack.enter_context(sglang_engine(float32_model, logs, dtype="float32"))
+            yield [single, request.getfixturevalue("sharded_engine")]
+
+
+@pytest.mark.timeout(700)
+def test_push_is_as_good_as_a_load_from_disk(pair: list[Engine], tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, seed in ((old, 11), (new, 12)):
+        write_model(folder, TinyLlama(max_position_embeddings=4096, dtype="float32"), seed=seed)
+
+    def load_from_disk(folder: Path) -> list[Any]:
+        for engine in pair:
+            reply = engine.post("/update_weights_from_disk", model_path=str(folder))
+            assert reply.status == 200, reply
+        return [(engine.checksums(), engine.output_ids(PROMPT)) for engine in pair]
+
+    wanted = load_from_disk(new)
+    before = load_from_disk(old)
+    urls = [part for engine in pair for part in ("--engine", engine.url)]
+    status, out, err = run("push", str(new), *urls, "--json", "--bucket-bytes", "100kB", "--label", "pushed")
+    assert status == 0, err
+    report = json.loads(out)
+    assert report["ok"] is True and report["buckets"] > 1
+    assert {node["digest"] for node in report["nodes"].values()} == {"match"}
+    now = [(engine.checksums(), engine.output_ids(PROMPT)) for engine in pair]
+    assert now == wanted != before
+    assert [engine.label for engine in pair] == ["pushed", "pushed"]
