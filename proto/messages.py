@@ -120,6 +120,14 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     node: NodeInfo
 
 
+class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
+    """The agent is there, its engine is not (yet): sent instead of `Register`, again with each new reason."""
+
+    name: str
+    engine_url: str
+    cause: Cause
+
+
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Sent every ``Welcome.heartbeat_seconds``, from a task that never waits behind payload."""
 
@@ -537,6 +545,7 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
 
 FromNode = (
     Register
+    | Waiting
     | Heartbeat
     | LayoutAccepted
     | LayoutRefused

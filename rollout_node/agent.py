@@ -37,6 +37,7 @@ from .steps import (
     Beat,
     Carry,
     Ended,
+    EngineAbsent,
     EngineFound,
     EngineGone,
     Event,
@@ -108,7 +109,7 @@ class NodeAgent:
         self._broadcaster = check_broadcaster_endpoint(broadcaster)
         self._child = child
         self._nonce = uuid.uuid4().hex
-        self._machine = NodeMachine(job=job, name=name)
+        self._machine = NodeMachine(job=job, name=name, engine_url=engine.url)
         self._stages = EngineStages(engine, name=name, nonce=self._nonce, report=self._feed)
         self._socket: zmq.asyncio.Socket | None = None
         self._stage: asyncio.Task[None] | None = None
@@ -324,6 +325,7 @@ class NodeAgent:
                 if error.text != told:
                     wrong_key = isinstance(error, Unauthorized)
                     self._say(f"waiting for the engine: {error}", warning=wrong_key)
+                    self._feed(EngineAbsent(Cause(code=error.code, message=str(error), node=self.name)))
                 told = error.text
             if self._child is not None and time.monotonic() - started > _LAUNCH_SECONDS:
                 raise EngineExited(

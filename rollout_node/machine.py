@@ -51,6 +51,7 @@ from ..proto.messages import (
     Stream,
     Verified,
     Version,
+    Waiting,
     Welcome,
 )
 from .steps import (
@@ -60,6 +61,7 @@ from .steps import (
     Carry,
     Context,
     Ended,
+    EngineAbsent,
     EngineFound,
     EngineGone,
     Event,
@@ -121,9 +123,10 @@ _PHASE_AFTER: dict[type[Message], Phase] = {
 class NodeMachine:
     """One rollout node. All times are seconds on one monotonic clock."""
 
-    def __init__(self, *, job: str, name: str) -> None:
+    def __init__(self, *, job: str, name: str, engine_url: str) -> None:
         self.job = job
         self.name = name
+        self.engine_url = engine_url
         self.phase = Phase.IDLE
         self.touched = False
         self.paused_at: float | None = None
@@ -131,6 +134,8 @@ class NodeMachine:
         self.registered = False
         self._info: NodeInfo | None = None
         self._engine_here = False
+        #: Why the engine is not there, while it is not.
+        self._absent: Cause | None = None
         self._found_paused = False
         self._session_open = False
         self._linked = False
@@ -206,6 +211,9 @@ class NodeMachine:
                 self._engine_found(info)
             case EngineGone(reason):
                 self._engine_left(reason)
+            case EngineAbsent(cause):
+                self._absent = cause
+                self._tell_why_absent()
             case Tick():
                 self._tick()
             case Stop():
@@ -218,14 +226,21 @@ class NodeMachine:
     def _register(self) -> None:
         self._register_at = None
         info = self.info
+        if info is None:
+            self._tell_why_absent()
         if info is None or not self._linked or self._stopping:
             return
         self._tell(Register(job=self.job, node=info))
         self._register_at = self._now + REGISTER_AGAIN
 
+    def _tell_why_absent(self) -> None:
+        """So that whoever waits for this node can be told what it waits for itself."""
+        if self._absent is not None and self._linked and not self._stopping:
+            self._tell(Waiting(job=self.job, name=self.name, engine_url=self.engine_url, cause=self._absent))
+
     def _engine_found(self, info: NodeInfo) -> None:
         known = self._info
-        self._engine_gone = None
+        self._engine_gone = self._absent = None
         self._info, self._engine_here = info, True
         if known is not None and known.instance == info.instance:
             if not self.registered:

@@ -55,6 +55,13 @@ class EngineGone:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineAbsent:
+    """The engine does not answer yet, or refuses us."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
     """The broadcaster's message."""
 
@@ -116,6 +123,7 @@ Event = (
     | LinkDown
     | EngineFound
     | EngineGone
+    | EngineAbsent
     | Said
     | Marked
     | BucketTaken

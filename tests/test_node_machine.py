@@ -39,6 +39,7 @@ from weightcast.proto.messages import (
     ToNode,
     Verified,
     Version,
+    Waiting,
     Welcome,
 )
 from weightcast.rollout_node.machine import REGISTER_AGAIN, NodeMachine, Phase
@@ -48,6 +49,7 @@ from weightcast.rollout_node.steps import (
     BucketTaken,
     Carry,
     Ended,
+    EngineAbsent,
     EngineFound,
     EngineGone,
     Event,
@@ -95,7 +97,7 @@ class Node:
     """A machine on a clock that only the test moves."""
 
     def __init__(self, *, paused: bool = False) -> None:
-        self.machine = NodeMachine(job=JOB, name="n")
+        self.machine = NodeMachine(job=JOB, name="n", engine_url="http://e:1")
         self.now = 100.0
         self.said: list[FromNode] = []
         self.actions: list[Action] = list(self.machine.start())
@@ -210,7 +212,7 @@ def only(actions: Iterable[Action], kind: type[T]) -> T:
 
 
 def test_registers_when_both_engine_and_link_are_there_and_again_until_welcomed() -> None:
-    machine = NodeMachine(job=JOB, name="n")
+    machine = NodeMachine(job=JOB, name="n", engine_url="http://e:1")
     assert machine.start() == [FindEngine()]
     assert of(machine.feed(LinkUp(), 0.0), Tell) == []
     assert isinstance(only(machine.feed(EngineFound(info()), 1.0), Tell).message, Register)
@@ -220,6 +222,23 @@ def test_registers_when_both_engine_and_link_are_there_and_again_until_welcomed(
     welcomed = machine.feed(Said(Welcome(job=JOB, heartbeat_seconds=2.0, life=LIFE)), 3.1)
     assert of(welcomed, Beat) == [Beat(2.0)]
     assert machine.registered and machine.wakes_at is None
+
+
+def test_why_the_engine_is_absent_is_told_when_linked_and_with_each_new_reason() -> None:
+    machine = NodeMachine(job=JOB, name="n", engine_url="http://e:1")
+    refused, forbidden = Cause(code="node_down", message="refused"), Cause(code="unauthorized", message="no")
+    assert of(machine.feed(EngineAbsent(refused), 0.0), Tell) == []
+
+    def told(actions: list[Action]) -> Waiting:
+        message = only(actions, Tell).message
+        assert isinstance(message, Waiting) and (message.name, message.engine_url) == ("n", "http://e:1")
+        return message
+
+    assert told(machine.feed(LinkUp(), 1.0)).cause == refused
+    assert told(machine.feed(EngineAbsent(forbidden), 2.0)).cause == forbidden
+    assert isinstance(only(machine.feed(EngineFound(info()), 3.0), Tell).message, Register)
+    machine.feed(LinkDown(), 4.0)
+    assert isinstance(only(machine.feed(LinkUp(), 5.0), Tell).message, Register)
 
 
 def test_refusal_is_told_once_and_asked_again_slowly() -> None:
