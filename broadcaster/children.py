@@ -44,11 +44,17 @@ class Child:
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
-    def kill(self) -> None:
-        """SIGKILL, without waiting. `on_exit` is not called."""
+    def kill(self) -> str:
+        """SIGKILL, without waiting. `on_exit` is not called.
+
+        Returns how it had ended by itself before this call, or nothing if it had not: what is killed because
+        its peers fail may well be what they failed of.
+        """
         self._on_exit = None
-        if not self._ended.is_set():
-            self._process.kill()
+        if self._process.poll() is not None:
+            return self._how_it_ended()
+        self._process.kill()
+        return ""
 
     async def end(self, *, seconds: float) -> None:
         """SIGTERM, and SIGKILL after ``seconds``; returns when it is gone. `on_exit` is not called."""
@@ -64,8 +70,12 @@ class Child:
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        code = self._process.wait()
+        self._process.wait()
         self._ended.set()
         if self._on_exit is not None:
-            how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            self._on_exit(f"process {self.pid}: {how}")
+            self._on_exit(self._how_it_ended())
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode
+        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return f"process {self.pid}: {how}"

@@ -243,13 +243,15 @@ class Control:
                         _log.warning("the source is gone before its %s", type(message).__name__)
                 case StartSource(generation=generation):
                     self._start_source(generation)
-                case KillSource():
+                case KillSource(generation=generation):
                     if self._source is not None:
                         _log.warning(
                             "killing source process %d: %s", self._source.pid, self._machine.epochs.last_end
                         )
-                        self._source.kill()
+                        ended = self._source.kill()
                         self._source = None
+                        if ended:
+                            self._events.append(SourceExited(generation=generation, reason=ended))
                 case ListenForSlots(peer=peer, path=path):
                     self._links.listen(peer=peer, path=path)
                 case DropSlot(slot=slot):

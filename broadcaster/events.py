@@ -70,7 +70,7 @@ class SourceSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceExited:
-    """A source process ended without being told to."""
+    """A source process ended without being told to (perhaps noticed only when it was to be killed)."""
 
     generation: int
     reason: str
@@ -128,7 +128,10 @@ class StartSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillSource:
-    """End the source at once (SIGKILL): its collectives then fail at every peer. No event follows."""
+    """End the source at once (SIGKILL): its collectives then fail at every peer.
+
+    No event follows, unless it turns out to have ended by itself before.
+    """
 
     generation: int
 

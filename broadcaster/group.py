@@ -128,6 +128,12 @@ class SourceGroup:
             self._backend.broadcast([slot], options).wait()
         return time.perf_counter() - started
 
+    def close(self) -> None:
+        """Leave a healthy group, as its other ranks do now. A poisoned one is never closed: that hangs."""
+        if self._cuda:
+            self._backend.shutdown()
+        self._backend = self._staging = None
+
     def _stage(self, slot: torch.Tensor) -> torch.Tensor:
         if self._staging is None or self._staging.numel() < slot.numel():
             self._staging = torch.empty(slot.numel(), dtype=torch.uint8, device="cuda")

@@ -22,7 +22,7 @@ class HttpServer:
         application.router.add_get("/metrics", self._serve_metrics)
         application.router.add_get("/status", self._serve_status)
         application.router.add_get("/healthz", self._serve_health)
-        self._runner = web.AppRunner(application, access_log=None)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, address: str) -> str:
         """Listen on ``host:port`` and return the address really bound.

@@ -135,8 +135,7 @@ class Machine:
             case SourceSaid(generation=generation, message=message):
                 self._source_said(generation, message, now)
             case SourceExited(generation=generation, reason=reason):
-                if generation == self.epochs.generation:
-                    self._source_exited(reason, now)
+                self._source_exited(generation, reason, now)
             case Tick():
                 self._tick(now)
             case Stop():
@@ -386,11 +385,16 @@ class Machine:
         if self.epochs.generation == generation:
             self.epochs.poison(cause.message)
 
-    def _source_exited(self, reason: str, now: float) -> None:
+    def _source_exited(self, generation: int, reason: str, now: float) -> None:
+        cause = Cause(code="source_lost", message=f"the source process ended: {reason}")
+        if generation != self.epochs.generation:
+            if self.refit is not None:
+                self.refit.learn(cause)
+            return
         had_group = self.epochs.group is not None
         self.epochs.source_ended(reason, now)
         if had_group and self.refit is not None and self.refit.needs_source:
-            self.refit.fail(Cause(code="source_lost", message=f"the source process ended: {reason}"), now)
+            self.refit.fail(cause, now)
 
     # --- time and end ------------------------------------------------------------------------------
 

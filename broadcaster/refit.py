@@ -245,6 +245,11 @@ class Refit:
             return
         self._abort(cause, now)
 
+    def learn(self, cause: Cause) -> None:
+        """More is known of why a refit is being aborted."""
+        if self.phase is Phase.ABORT:
+            self._causes.append(cause)
+
     def cancel(self, cause: Cause, now: float) -> bool:
         """The trainer takes the refit back. False if nodes were already released, or it is ending anyway."""
         if self.phase in (Phase.RELEASE, Phase.ABORT, Phase.DONE):
@@ -546,9 +551,7 @@ class Refit:
             if member.released is not None and not member.gone:
                 member.become_ready(self.version)
             else:
-                member.settle_unreleased(
-                    cause or Cause(code="internal", message="the refit ended without a word of this node")
-                )
+                member.settle_unreleased(cause or Cause(code="internal", message="nobody said why"))
         self.report = write_report(
             version=self.version,
             epoch=self.epoch,
@@ -573,7 +576,7 @@ class Refit:
         return message.refit == self.number and message.incarnation in ("", self._incarnation)
 
     def _ask(self, member: Participant, order: ToNode, answer: type[Message]) -> None:
-        member.owes, member.asked_epoch = answer, order.epoch
+        member.owes = answer
         self._tell(member, order)
 
     def _tell(self, member: Participant, order: ToNode) -> None:
@@ -593,9 +596,4 @@ class Refit:
         }
 
     def _trainer_stamp(self) -> dict[str, Any]:
-        return {
-            "job": self.config.job,
-            "incarnation": self.begin.incarnation,
-            "epoch": self.epoch,
-            "refit": self.begin.refit,
-        }
+        return {**self._stamp(), "incarnation": self.begin.incarnation, "refit": self.begin.refit}

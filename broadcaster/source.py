@@ -34,6 +34,9 @@ from .group import GroupFailed, OpenStore, SourceGroup
 
 T = TypeVar("T")
 
+#: Longest that leaving a group may take.
+_CLOSE_SECONDS = 20.0
+
 
 class Source:
     """The process's state. ``link`` brings slots; ``control`` is a DEALER socket to the control process."""
@@ -179,11 +182,15 @@ class Source:
 
     async def _close(self, order: messages.CloseGroup) -> None:
         if self._group is not None and self._group.name == order.group_name:
-            # Dropping the last references closes the connections and the store, which can take a moment.
-            group, self._group = self._group, None
-            store, self._store = self._store, None
-            await asyncio.get_running_loop().run_in_executor(self._wire, _drop, [group, store])
-            del group, store
+            group, self._group, self._store = self._group, None, None
+            late = Cause(
+                code="deadline",
+                message=f"the group {order.group_name} could not be closed",
+                rank=0,
+                epoch=order.epoch,
+            )
+            # The store is closed with the last reference to it, the group's.
+            await self._in_time(self._wire, group.close, _CLOSE_SECONDS, late)
 
     # --- slots -------------------------------------------------------------------------------------
 
@@ -251,10 +258,6 @@ async def _readable(link: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(link)
-
-
-def _drop(held: list[Any]) -> None:
-    held.clear()
 
 
 def _internal(error: BaseException) -> Cause:

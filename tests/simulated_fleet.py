@@ -489,7 +489,9 @@ class Simulation:
                     self.source.hear(message)
                 case ev.StartSource(generation=generation):
                     self.source.start(generation)
-                case ev.KillSource():
+                case ev.KillSource(generation=generation):
+                    if not self.source.running:  # it had ended, and nobody knew yet
+                        self.feed(ev.SourceExited(generation=generation, reason="crashed"))
                     self.source.kill()
                 case ev.RefitEnded(report=report):
                     self.last_report = report

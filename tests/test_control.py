@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -280,6 +281,12 @@ async def test_a_run_directory_too_long_for_sockets_is_named(tmp_path: Path) -> 
     _, errors = await asyncio.wait_for(process.communicate(), SECONDS)
     assert process.returncode == 2
     assert "107" in errors.decode() and "Traceback" not in errors.decode()
+
+
+async def test_the_control_process_loads_no_torch() -> None:
+    code = "import sys, weightcast.broadcaster.control; sys.exit('torch' in sys.modules)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await asyncio.wait_for(process.wait(), SECONDS) == 0
 
 
 async def test_status_without_a_broadcaster_says_so(run_dir: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from simulated_fleet import DEADLINES, Simulation, layout
 from weightcast.broadcaster import events as ev
+from weightcast.broadcaster.buckets import BucketLedger
 from weightcast.broadcaster.verdict import judge
 from weightcast.proto import messages as m
 from weightcast.proto.checksums import ChecksumEntry, ChecksumPlan, Piece
-from weightcast.proto.errors import Cause
+from weightcast.proto.errors import Cause, ProtocolError
 
 # --- the good path -------------------------------------------------------------------------------
 
@@ -247,6 +248,23 @@ def test_a_source_that_fails_or_dies_in_the_middle_is_replaced_and_the_next_refi
         assert sim.refit(2).ok
 
 
+def test_a_source_whose_death_its_peers_notice_first_is_still_the_cause() -> None:
+    sim = Simulation()
+    sim.trainer.begin(1)
+    sim.run(lambda: bool(sim.told(m.Stream)))
+    sim.run_for(0.6)
+    sim.source.running = False  # dead; the news of it comes after those of a node
+    node = sim.nodes["n1"]
+    cause = Cause(code="bucket_failed", message="connection closed by peer", node="n1", bucket=0)
+    failed = m.StageFailed(job="sim", stage="stream", cause=cause, touched=True)
+    node.answer(sim.told(m.Stream, "n1")[0], failed)
+    sim.run(lambda: bool(sim.trainer.reports))
+    report = sim.trainer.reports[0]
+    assert report.cause is not None and report.cause.code == "source_lost"
+    assert report.nodes["n1"].cause is not None and report.nodes["n1"].cause.code == "bucket_failed"
+    assert sim.refit(2).ok
+
+
 @pytest.mark.parametrize("fault", ["die", "cancel", "stall"])
 def test_a_trainer_that_fails_in_the_middle_leaves_no_node_serving_a_mix(fault: str) -> None:
     sim = Simulation()
@@ -438,6 +456,92 @@ def test_stale_and_repeated_answers_are_counted_and_change_nothing() -> None:
     assert sim.refit(1).ok
     sim.run_for(5)
     assert sim.machine.ignored_messages > 5
+    assert sim.refit(2).ok
+
+
+@pytest.mark.parametrize("stage", ["propose", "prepare", "finish", "release"])
+@pytest.mark.parametrize(
+    "stale_in", [{"refit": 1, "epoch": 1}, {"refit": 2, "epoch": 9}, {"incarnation": "old"}]
+)
+def test_an_answer_from_elsewhere_is_not_taken_for_one_of_this_refit(stage: str, stale_in: dict) -> None:
+    sim = Simulation()
+    assert sim.refit(1).ok
+    node = sim.nodes["n1"]
+    node.faults[stage] = "drop"  # this refit's own answer never comes
+    old = {"job": "sim", "incarnation": "life", "epoch": int(stage != "propose"), "refit": 2, **stale_in}
+    held = m.Evidence(kind="digest", compared=5, total=5)
+    stale = {
+        "propose": m.LayoutAccepted(**old),
+        "prepare": m.Prepared(**old, pause_seconds=0, begin_seconds=0),
+        "finish": m.Verified(**old, evidence=held, end_seconds=0, flush_seconds=0, verify_seconds=0),
+        "release": m.Released(**old, label="v2", resume_seconds=0, paused_seconds=0),
+    }[stage]
+    sim.trainer.begin(2)
+    kind = {"propose": m.Propose, "prepare": m.Prepare, "finish": m.Finish, "release": m.Release}[stage]
+    sim.run(lambda: len(sim.told(kind, "n1")) == 2)
+    ignored = sim.machine.ignored_messages
+    sim.feed(ev.NodeSaid(peer=node.peer, message=stale))
+    assert sim.machine.ignored_messages == ignored + 1
+    sim.run(lambda: len(sim.trainer.reports) == 2)
+    report = sim.trainer.reports[1]
+    assert not report.ok and report.cause is not None
+    assert (report.cause.code, report.cause.node) == ("deadline", "n1")
+
+
+def packed(bucket: int, slot: int, digests: int = 1) -> m.BucketPacked:
+    return m.BucketPacked(
+        job="sim", bucket=bucket, slot=slot, digests=(7,) * digests, gather_seconds=0, pack_seconds=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([packed(1, 0)], "bucket 1 where bucket 0 of 5 was due"),
+        ([packed(0, 0), packed(1, 0)], "slot 0, which still holds bucket 0"),
+        ([packed(0, 0, digests=2)], "has 1 tensors and came with 2 digests"),
+    ],
+)
+def test_a_bucket_that_cannot_be_ends_the_refit_before_it_is_sent(
+    messages: list[m.BucketPacked], words: str
+) -> None:
+    ledger = BucketLedger(layout())
+    *good, bad = messages
+    for message in good:
+        assert ledger.take_packed(message)
+        assert not ledger.take_packed(message)  # the same again changes nothing
+    with pytest.raises(ProtocolError, match=words):
+        ledger.take_packed(bad)
+
+
+def test_a_bucket_larger_than_its_slot_is_never_ordered() -> None:
+    ledger = BucketLedger(layout())
+    ledger.take_packed(packed(0, 3))
+    assert list(ledger.orders({}, 0.0)) == []  # not mapped yet
+    with pytest.raises(ProtocolError, match="bucket 0 of 16 bytes does not fit slot 3 of 15"):
+        list(ledger.orders({3: 15}, 0.0))
+
+
+def test_a_bucket_sent_twice_is_credited_once() -> None:
+    ledger = BucketLedger(layout())
+    ledger.take_packed(packed(0, 3))
+    sent = m.BucketSent(job="sim", bucket=0, slot=3, seconds=1.0)
+    assert not ledger.take_sent(sent, 1.0)  # it was not ordered yet
+    assert [order.bucket for order in ledger.orders({3: 16}, 1.0)] == [0]
+    assert ledger.take_sent(sent, 2.0) and not ledger.take_sent(sent, 3.0)
+    assert ledger.take_packed(packed(1, 3))  # the slot is free again
+
+
+def test_a_trainer_that_breaks_the_rules_is_told_and_no_node_serves_a_mix() -> None:
+    sim = Simulation()
+    sim.trainer.begin(1)
+    sim.run(lambda: bool(sim.told(m.Stream)))
+    stamp = sim.trainer.stamp()
+    wrong = m.BucketPacked(**stamp, bucket=4, slot=0, digests=(1,), gather_seconds=0, pack_seconds=0)
+    sim.trainer.say(wrong)
+    sim.run(lambda: bool(sim.trainer.reports))
+    report = sim.trainer.reports[0]
+    assert report.cause is not None and report.cause.code == "protocol" and report.cause.bucket == 4
     assert sim.refit(2).ok
 
 

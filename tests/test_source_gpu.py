@@ -76,3 +76,8 @@ def test_slots_are_staged_and_broadcast_over_nccl(ranks: list[Rank]) -> None:
         for rank in ranks:
             assert rank.answer() == {"sha256": expected}
         assert seconds < 60
+    for rank in ranks:
+        rank.order({"leave": name})
+    group.close()
+    for rank in ranks:
+        assert rank.answer() == {"left": name}
