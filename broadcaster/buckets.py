@@ -112,6 +112,10 @@ class BucketLedger:
         self.wire_seconds += message.seconds
         return True
 
+    def digests_by_name(self) -> dict[str, int]:
+        """As `digests`, by tensor name."""
+        return {spec.name: digest for spec, digest in zip(self.layout.tensors, self.digests(), strict=True)}
+
     def digests(self) -> tuple[int, ...]:
         """Digest of each tensor, in the layout's order of tensors.
 

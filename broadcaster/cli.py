@@ -106,7 +106,9 @@ def ask_status(*, job: str, run_dir: Path | None, url: str | None) -> Status:
         host, _, port = announcement.http.rpartition(":")
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"  # noqa: S104 - compared, not bound
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/status", timeout=_STATUS_SECONDS) as answer:  # noqa: S310
+        # No proxy: one set for the outside world would swallow a call to a host of our own.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url.rstrip('/')}/status", timeout=_STATUS_SECONDS) as answer:
             return msgspec.json.decode(answer.read(), type=Status)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise BroadcasterUnavailable(f"no broadcaster answers at {url}: {error}") from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..proto.errors import Cause
 from ..proto.messages import NodeInfo, NodeState, Version
 from .ranks import InvalidRanks, Member, refuse_unsupported_parallelism
+from .verdict import Proof
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Node:
     state: NodeState
     #: The verified version it holds; None if it holds none that was verified.
     version: Version | None = None
+    #: What it showed when it was verified; None if it holds nothing verified.
+    proof: Proof | None = None
     #: Why it is quarantined or lost.
     cause: Cause | None = None
     #: What the agent says it is doing.
@@ -67,11 +70,22 @@ class Registered:
     restarted: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A node whose agent is there and whose engine is not (yet): where it should be, and why it is not."""
+
+    engine_url: str
+    cause: Cause
+    peer: bytes
+
+
 class Fleet:
     """All nodes by name. Silence longer than ``silence_seconds`` makes a node lost."""
 
     def __init__(self, *, silence_seconds: float) -> None:
         self.nodes: dict[str, Node] = {}
+        #: Nodes that never registered or whose engine went away, by name.
+        self.expected: dict[str, Expected] = {}
         self._by_peer: dict[bytes, Node] = {}
         self._silence_seconds = silence_seconds
 
@@ -82,6 +96,16 @@ class Fleet:
     def by_peer(self, peer: bytes) -> Node | None:
         """The node that last registered over this connection."""
         return self._by_peer.get(peer)
+
+    def expect(self, *, peer: bytes, name: str, engine_url: str, cause: Cause) -> None:
+        """An agent says why its engine is not there. A living node of that name is another's: ignored."""
+        known = self.nodes.get(name)
+        if known is None or not known.alive:
+            self.expected[name] = Expected(engine_url=engine_url, cause=cause, peer=peer)
+
+    def forget_expected(self, peer: bytes) -> None:
+        """The agent behind this connection is gone, and with it whom it waited for."""
+        self.expected = {name: node for name, node in self.expected.items() if node.peer != peer}
 
     def register(self, *, peer: bytes, info: NodeInfo, now: float) -> Registered:
         """Take a node in, again or for the first time, or say why not."""
@@ -123,7 +147,7 @@ class Fleet:
 
     def leave(self, node: Node) -> None:
         """The agent took the node out in an orderly way: it ends, or its engine is gone."""
-        node.state, node.version = NodeState.JOINING, None
+        node.state, node.version, node.proof = NodeState.JOINING, None, None
         node.cause = Cause(
             code="node_down",
             message="its agent took it out: the agent ends, or its engine is gone",
@@ -170,14 +194,16 @@ class Fleet:
                 node=info.name,
             )
         self.nodes[info.name] = node
+        self.expected.pop(info.name, None)
         self._by_peer[peer] = node
         return node
 
     def _revive(self, node: Node, now: float) -> None:
+        self.expected.pop(node.name, None)
         node.last_seen = now
         if node.state is NodeState.JOINING:
             # It said goodbye and came back: nobody watched its engine meanwhile.
-            node.state, node.version, node.cause = NodeState.IDLE, None, None
+            node.state, node.version, node.proof, node.cause = NodeState.IDLE, None, None, None
             if node.info.paused:
                 node.state = NodeState.QUARANTINED
         elif node.state is NodeState.LOST:

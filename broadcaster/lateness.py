@@ -37,6 +37,9 @@ class Phase(StrEnum):
     DONE = "done"
 
 
+#: Phases that cannot go on without the group the source holds.
+WITH_GROUP = frozenset({Phase.OPEN, Phase.JOIN, Phase.PACK, Phase.PREPARE, Phase.STREAM, Phase.CHECKSUMS})
+
 #: When it is over, and its cause, asked for with the refit and the time only if it is.
 Wait = tuple[float, Callable[["Refit", float], Cause]]
 
@@ -93,11 +96,17 @@ def _late_refit(refit: Refit, now: float) -> Cause:
 
 def _too_few_nodes(refit: Refit, now: float) -> Cause:
     found = [node.name for node in refit.fleet.alive()]
+    absent = [f"{name}: {node.cause.message}" for name, node in sorted(refit.fleet.expected.items())]
     message = (
         f"{len(found)} rollout nodes are registered ({', '.join(found) or 'none'}) where "
-        f"{refit.config.nodes_needed} are needed; start a rollout-node agent for each engine, pointing at "
-        "this broadcaster's control endpoint, and see whether the engines are up"
+        f"{refit.config.nodes_needed} are needed; "
     )
+    if absent:
+        message += f"agents wait for {'; '.join(absent)}"
+    else:
+        message += (
+            "start a rollout-node agent for each engine, pointing at this broadcaster's control endpoint"
+        )
     return Cause(code="no_nodes", message=message, seconds=now - refit.phase_since)
 
 

@@ -40,6 +40,7 @@ from ..proto.messages import (
     TrainerRejected,
     TrainerWelcome,
     Version,
+    Waiting,
     Welcome,
 )
 from .epochs import Epochs
@@ -117,6 +118,7 @@ class Machine:
             case NodeSaid(peer=peer, message=message):
                 self._node_said(peer, message, now)
             case NodeUnreachable(peer=peer):
+                self.fleet.forget_expected(peer)
                 node = self.fleet.by_peer(peer)
                 if node is not None and node.alive:
                     self.fleet.lose(node, "its agent's connection is gone")
@@ -157,6 +159,12 @@ class Machine:
     def _node_said(self, peer: bytes, message: Any, now: float) -> None:
         if isinstance(message, Register):
             self._register(peer, message, now)
+            return
+        if isinstance(message, Waiting):
+            if self._refuse_stranger(message) is None:
+                self.fleet.expect(
+                    peer=peer, name=message.name, engine_url=message.engine_url, cause=message.cause
+                )
             return
         if isinstance(message, Heartbeat):
             node = self.fleet.heard(peer=peer, instance=message.instance, doing=message.doing, now=now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..proto.errors import Cause
@@ -21,7 +21,7 @@ from ..proto.messages import (
 )
 from .buckets import BucketLedger
 from .fleet import Node
-from .verdict import Verdict
+from .verdict import Proof, Verdict
 
 #: Tensors that a refusal names.
 _SHOWN_PROBLEMS = 10
@@ -80,9 +80,11 @@ class Participant:
     def name(self) -> str:
         return self.node.name
 
-    def become_ready(self, version: Version) -> None:
+    def become_ready(self, version: Version, digests: Mapping[str, int]) -> None:
         """It was shown to hold ``version``, shows its label, and serves."""
         self.node.state, self.node.version, self.node.cause = NodeState.READY, version, None
+        shown = self.verified.evidence.fingerprint if self.verified is not None else ""
+        self.node.proof = Proof(digests=digests, fingerprint=shown)
 
     def settle_unreleased(self, cause: Cause) -> None:
         """The refit ended without releasing it: back to what it was if that is certain, else quarantined."""
@@ -105,6 +107,7 @@ class Participant:
             message = f"{why}; paused until the next whole refit. The refit failed: {cause.message}"
             self.cause = Cause(code=cause.code, message=message, node=self.name, epoch=cause.epoch)
         self.node.state, self.node.version, self.node.cause = NodeState.QUARANTINED, None, self.cause
+        self.node.proof = None
 
     def report(self, version: Version) -> NodeReport:
         """What became of it, for the trainer."""
@@ -121,7 +124,7 @@ class Participant:
         return NodeReport(
             outcome=outcome,
             version=holds,
-            digest=self.verdict.digest if self.verdict is not None else "unproven",
+            digest=self.verdict.digest if self.verdict is not None else "none",
             evidence="" if evidence is None else f"{evidence.kind} {evidence.compared}/{evidence.total}",
             pause_seconds=self.released.paused_seconds if self.released is not None else 0.0,
             load_seconds=self.load_seconds,

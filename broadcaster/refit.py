@@ -62,7 +62,7 @@ from .buckets import BucketLedger
 from .epochs import Epochs
 from .events import Action, RefitEnded, TellNode, TellSource, TellTrainer
 from .fleet import Fleet, Node
-from .lateness import Phase, late_node, waits
+from .lateness import WITH_GROUP, Phase, late_node, waits
 from .participants import Participant, explain_refusal, root_cause, write_report
 from .ranks import InvalidRanks
 from .verdict import judge
@@ -107,6 +107,7 @@ class Refit:
         self.packed_at = 0.0
         self._plans: list[ChecksumPlan] = []
         self._checksums: tuple[tuple[str, ...], ...] | None = None
+        self._digests: dict[str, int] = {}
         self.still_loading: set[str] = set()
 
     # --- what it is told ---------------------------------------------------------------------------
@@ -128,14 +129,7 @@ class Refit:
     @property
     def needs_source(self) -> bool:
         """Whether the refit cannot go on without the group that the source holds now."""
-        return self.phase in (
-            Phase.OPEN,
-            Phase.JOIN,
-            Phase.PACK,
-            Phase.PREPARE,
-            Phase.STREAM,
-            Phase.CHECKSUMS,
-        )
+        return self.phase in WITH_GROUP
 
     def fleet_changed(self, now: float) -> None:
         """A node registered: perhaps there are enough now."""
@@ -486,7 +480,13 @@ class Refit:
         evidences = {
             member.name: member.verified.evidence for member in self._present() if member.verified is not None
         }
-        verdicts = judge(evidences, allow_unproven=self.config.allow_unproven)
+        self._digests = self.ledger.digests_by_name()
+        verdicts = judge(
+            evidences,
+            digests=self._digests,
+            before={member.name: member.node.proof for member in self._present() if member.node.proof},
+            allow_unproven=self.config.allow_unproven,
+        )
         for member in self._present():
             member.verdict = verdicts.get(member.name)
             if member.verdict is not None and member.verdict.cause is not None:
@@ -549,7 +549,7 @@ class Refit:
         cause = root_cause(self._causes)
         for member in self.participants.values():
             if member.released is not None and not member.gone:
-                member.become_ready(self.version)
+                member.become_ready(self.version, self._digests)
             else:
                 member.settle_unreleased(cause or Cause(code="internal", message="nobody said why"))
         self.report = write_report(

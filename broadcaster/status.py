@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ..proto.errors import Cause
-from ..proto.messages import RefitReport
-from .fleet import Node
+from ..proto.messages import NodeState, RefitReport
+from .fleet import Fleet, Node
 from .machine import Machine
 from .refit import Refit
 
@@ -64,7 +64,7 @@ def describe(machine: Machine, *, pid: int, now: float) -> Status:
         trainer=machine.trainer.pid if machine.trainer is not None else None,
         refit=None if machine.refit is None else _describe_refit(machine.refit, now),
         last_report=machine.last_report,
-        nodes=tuple(_describe_node(machine.fleet.nodes[name]) for name in sorted(machine.fleet.nodes)),
+        nodes=_describe_nodes(machine.fleet),
     )
 
 
@@ -77,6 +77,24 @@ def _describe_refit(refit: Refit, now: float) -> RefitStatus:
         bucket=refit.ledger.sent,
         buckets=refit.ledger.total,
     )
+
+
+def _describe_nodes(fleet: Fleet) -> tuple[NodeStatus, ...]:
+    known = {name: _describe_node(node) for name, node in fleet.nodes.items()}
+    for name, absent in fleet.expected.items():
+        was = known.get(name)
+        known[name] = NodeStatus(
+            name=name,
+            url=absent.engine_url,
+            engine="" if was is None else was.engine,
+            tp=0 if was is None else was.tp,
+            state=str(NodeState.JOINING),
+            version=None,
+            label="",
+            doing="waiting for its engine",
+            reason=absent.cause.message,
+        )
+    return tuple(known[name] for name in sorted(known))
 
 
 def _describe_node(node: Node) -> NodeStatus:

@@ -1,6 +1,7 @@
 """The judgement over what the nodes were shown to hold. Pure: evidence in, one verdict per node out.
 
 some parameter differs from the trainer's bytes            → mismatch
+its bytes did not change although the trainer's did        → mismatch
 every parameter was compared with the trainer's bytes      → match
 equal to a matched node of its group                       → agreed
 equal to a mismatched node of its group                    → mismatch
@@ -29,14 +30,34 @@ class Verdict:
     cause: Cause | None = None
 
 
-def judge(evidences: Mapping[str, Evidence], *, allow_unproven: bool) -> dict[str, Verdict]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was sent to a node, and what it then showed: digest by tensor name, and its fingerprint."""
+
+    digests: Mapping[str, int]
+    fingerprint: str
+
+
+def judge(
+    evidences: Mapping[str, Evidence],
+    *,
+    digests: Mapping[str, int],
+    before: Mapping[str, Proof],
+    allow_unproven: bool,
+) -> dict[str, Verdict]:
     """Judge every node of one refit together.
 
     Args:
         evidences: what each node was shown to hold, by node name.
+        digests: what the trainer sent: digest by tensor name.
+        before: what each node showed at its last verified version, where it has one. A whole fleet that
+            took nothing in agrees with itself; only its own past tells.
         allow_unproven: let a node serve that nothing could prove right (nor wrong).
     """
-    verdicts = {name: _judge_alone(name, evidence) for name, evidence in evidences.items()}
+    verdicts = {
+        name: _judge_alone(name, evidence) or _judge_by_past(name, evidence, before.get(name), digests)
+        for name, evidence in evidences.items()
+    }
     by_group: dict[str, list[str]] = defaultdict(list)
     for name, evidence in evidences.items():
         if evidence.group and evidence.fingerprint:
@@ -63,6 +84,22 @@ def _judge_alone(name: str, evidence: Evidence) -> Verdict | None:
     if evidence.total > 0 and evidence.compared >= evidence.total:
         return Verdict(digest="match")
     return None
+
+
+def _judge_by_past(
+    name: str, evidence: Evidence, proof: Proof | None, digests: Mapping[str, int]
+) -> Verdict | None:
+    if proof is None or not evidence.fingerprint or proof.fingerprint != evidence.fingerprint:
+        return None
+    changed = next(
+        (tensor for tensor in digests if proof.digests.get(tensor) not in (None, digests[tensor])), None
+    )
+    if changed is None:
+        return None
+    message = (
+        f"the engine holds the bytes of its last version: nothing in it changed, although {changed!r} did"
+    )
+    return Verdict(digest="mismatch", cause=Cause(code="digest_mismatch", message=message, node=name))
 
 
 def _judge_among(

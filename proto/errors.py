@@ -59,6 +59,7 @@ CODES: dict[str, str] = {
     "stale_version": "the step is not newer than the one already installed",
     "busy": "another trainer or another refit holds the broadcaster",
     "protocol": "a message that this version does not understand, or out of turn",
+    "invalid_config": "a configuration field or an option is unknown or has a wrong value",
     "internal": "a fault of weightcast itself",
 }
 
@@ -82,7 +83,7 @@ class InvalidLayout(WeightcastError):
 class InvalidConfig(WeightcastError):
     """A configuration field is unknown or has a wrong value; the message names it."""
 
-    code = "internal"
+    code = "invalid_config"
 
 
 class ProtocolError(WeightcastError):

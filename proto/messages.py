@@ -423,7 +423,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``outcome``: ready · unchanged (serves its old version) · quarantined (paused) · lost.
     ``digest``: match (compared with the trainer's bytes) · agreed (equal on several nodes, not
-    comparable with the trainer's bytes) · mismatch · unproven.
+    comparable with the trainer's bytes) · mismatch · unproven · none (the refit did not get that far).
     """
 
     outcome: str

@@ -6,7 +6,8 @@ import pytest
 from simulated_fleet import DEADLINES, Simulation, layout
 from weightcast.broadcaster import events as ev
 from weightcast.broadcaster.buckets import BucketLedger
-from weightcast.broadcaster.verdict import judge
+from weightcast.broadcaster.status import describe
+from weightcast.broadcaster.verdict import Proof, judge
 from weightcast.proto import messages as m
 from weightcast.proto.checksums import ChecksumEntry, ChecksumPlan, Piece
 from weightcast.proto.errors import Cause, ProtocolError
@@ -169,6 +170,22 @@ def test_a_refused_layout_names_the_node_and_the_tensors() -> None:
     assert "unknown w9" in report.cause.message and "60 more" in report.cause.message
     assert {n.outcome for n in report.nodes.values()} == {"unchanged"}
     assert not sim.told(m.Prepare) and not sim.told(m.Join)
+
+
+def test_too_few_nodes_say_what_the_agents_wait_for() -> None:
+    sim = Simulation(nodes=2)
+    sim.nodes["n1"].kill()
+    sim.run_for(8)
+    cause = Cause(code="node_down", message="http://e:1 refused the connection")
+    late = m.Waiting(job="sim", name="n9", engine_url="http://e:1", cause=cause)
+    sim.feed(ev.NodeSaid(peer=b"p9", message=late))
+    shown = {node.name: node for node in describe(sim.machine, pid=1, now=sim.now).nodes}["n9"]
+    assert (shown.state, shown.url, shown.reason) == ("joining", "http://e:1", cause.message)
+    report = sim.refit(1)
+    assert report.cause is not None and report.cause.code == "no_nodes"
+    assert "n9: http://e:1 refused the connection" in report.cause.message
+    sim.feed(ev.NodeUnreachable(peer=b"p9"))
+    assert "n9" not in {node.name for node in describe(sim.machine, pid=1, now=sim.now).nodes}
 
 
 def test_too_few_nodes_are_refused_by_the_deadline() -> None:
@@ -596,13 +613,33 @@ def evidence(
 )
 def test_judgement(evidences: list[m.Evidence], expected: list[str]) -> None:
     named = {f"n{i}": e for i, e in enumerate(evidences)}
-    strict = judge(named, allow_unproven=False)
+    strict = judge(named, digests={}, before={}, allow_unproven=False)
     assert [strict[name].digest for name in named] == expected
     for name, verdict in strict.items():
         assert (verdict.cause is None) == (verdict.digest in ("match", "agreed")), name
-    lenient = judge(named, allow_unproven=True)
+    lenient = judge(named, digests={}, before={}, allow_unproven=True)
     assert [lenient[name].digest for name in named] == expected
     assert all((v.cause is None) == (v.digest != "mismatch") for v in lenient.values())
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown", "digest"),
+    [
+        ({"w": 2, "v": 1}, "a", "mismatch"),  # the trainer's bytes changed, the engine's did not
+        ({"w": 2, "v": 1}, "b", "agreed"),
+        ({"w": 1, "v": 1}, "a", "agreed"),  # the same bytes again
+        ({"v": 1, "new": 7}, "a", "agreed"),  # nothing known to both changed
+    ],
+)
+def test_a_fleet_that_agrees_on_its_old_bytes_is_found_out(
+    sent: dict[str, int], shown: str, digest: str
+) -> None:
+    proof = Proof(digests={"w": 1, "v": 1}, fingerprint="a")
+    named = {name: evidence(fingerprint=shown) for name in ("n0", "n1")}
+    verdicts = judge(named, digests=sent, before={"n0": proof, "n1": proof}, allow_unproven=True)
+    assert {verdict.digest for verdict in verdicts.values()} == {digest}
+    for name, verdict in verdicts.items():
+        assert (verdict.cause is not None and "'w'" in verdict.cause.message) == (digest == "mismatch"), name
 
 
 # --- everything at once --------------------------------------------------------------------------

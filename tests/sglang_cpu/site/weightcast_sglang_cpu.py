@@ -22,7 +22,6 @@ class _BeforeTorchvision:
             cls.library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 cls.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
 
 
 sys.meta_path.insert(0, _BeforeTorchvision)
