@@ -65,7 +65,7 @@ def demo(
     sizes = parse_tp(tp, nodes=nodes)
     if engine == "sglang" and (sglang_python is None or not sglang_python.exists()):
         raise InvalidConfig(
-            f"--engine sglang needs --sglang-python, a Python that has sglang installed; it is {sglang_python}"
+            f"--engine sglang needs --sglang-python, a Python that has sglang; it is {sglang_python}"
         )
     # Ended from outside, it must still end what it started: SIGTERM unwinds like any other exit.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
