@@ -23,7 +23,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...proto.errors import InvalidConfig, WeightcastError
 from .fleet import DemoFleet
@@ -180,7 +180,9 @@ def show(console: Console, rounds: list[dict[str, Any]], summary: dict[str, Any]
         shown = rounds[start : start + _COLUMNS]
         reports = [event["report"] for event in shown]
         title = f"{len(rounds)} refits of {summary['nodes']} {summary['engine']} nodes"
-        table = Table("version", *(report["label"] for report in reports), title=title)
+        table = Table(Column("version", no_wrap=True), title=title)
+        for report in reports:
+            table.add_column(str(report["version"]), justify="right")
         table.add_row("bytes", *(f"{report['bytes']:,}" for report in reports))
         table.add_row("buckets", *(str(report["buckets"]) for report in reports), end_section=True)
         for phase in phases:
