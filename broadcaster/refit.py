@@ -450,11 +450,8 @@ class Refit:
     def _bucket_loaded(self, member: Participant, message: BucketLoaded, now: float) -> bool:
         if self.phase is not Phase.STREAM or message.bucket != member.loaded:
             return False
-        if message.bucket >= self.ledger.ordered:
-            text = f"node {member.name!r} says it loaded bucket {message.bucket}, which was never sent"
-            member.cause = Cause(code="protocol", message=text, node=member.name, bucket=message.bucket)
-            self.fail(member.cause, now)
-            return True
+        # It may run ahead of the source: under NCCL an engine answers when its receive is queued on the
+        # stream, before any byte was sent. The refit goes on only when the source has sent everything too.
         member.touched = True
         member.loaded += 1
         member.loaded_at = now

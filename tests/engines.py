@@ -16,7 +16,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +157,7 @@ class _Started:
 
 
 @contextmanager
-def _started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[_Started]:
+def _started(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[_Started]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -205,6 +205,7 @@ def reference_engine(
     admin_key: str | None = None,
     user_key: str | None = None,
     arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
     """A reference engine on a free port of the loopback interface."""
     command = [sys.executable, "-m", "weightcast.rollout_node.reference", "--model-path", str(model)]
@@ -214,7 +215,7 @@ def reference_engine(
             path = log_dir / f"{option}.txt"
             path.write_text(f"{key}\n")
             command += [f"--{option}-file", str(path)]
-    with _started(command, {}, log_dir / f"reference-tp{tp_size}.log") as started:
+    with _started(command, environment or {}, log_dir / f"reference-tp{tp_size}.log") as started:
         ready = json.loads(started.wait_for_line('{"url":', REFERENCE_START_SECONDS))
         yield Engine(
             kind="reference",

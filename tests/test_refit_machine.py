@@ -153,6 +153,26 @@ def test_a_failure_before_the_first_byte_leaves_every_node_as_it_was(stage: str,
     assert sim.refit(3).ok
 
 
+def test_an_engine_that_answers_before_the_bytes_are_sent_is_waited_for() -> None:
+    """Under NCCL an update call returns once its receive is queued on the stream."""
+    sim = Simulation()
+    node = sim.nodes["n1"]
+    obey = node.obey
+
+    def answer_at_once(order, *, wrong):
+        if isinstance(order, m.Stream):
+            for bucket in range(len(order.bucket_timeouts)):
+                node.say(
+                    m.BucketLoaded(job="sim", refit=order.refit, epoch=order.epoch, bucket=bucket, seconds=0)
+                )
+        return obey(order, wrong=wrong)
+
+    node.obey = answer_at_once
+    report = sim.refit(1)
+    assert report.ok and report.bytes > 0
+    assert {n.digest for n in report.nodes.values()} == {"match"}
+
+
 def test_a_refused_layout_names_the_node_and_the_tensors() -> None:
     sim = Simulation()
     node = sim.nodes["n1"]
