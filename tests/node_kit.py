@@ -47,6 +47,7 @@ from weightcast.proto.messages import (
     ToNode,
     Verified,
     Version,
+    Waiting,
     Welcome,
     from_node,
 )
@@ -89,6 +90,7 @@ class Broadcaster:
         self.node = b""
         self.heard: list[FromNode] = []
         self.beats: list[tuple[float, Heartbeat]] = []
+        self.waits: list[Waiting] = []
         self._news = asyncio.Condition()
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.ROUTER)
@@ -106,6 +108,8 @@ class Broadcaster:
             async with self._news:
                 if isinstance(message, Heartbeat):
                     self.beats.append((time.monotonic(), message))
+                elif isinstance(message, Waiting):
+                    self.waits.append(message)
                 else:
                     self.heard.append(message)
                 self._news.notify_all()
@@ -114,7 +118,7 @@ class Broadcaster:
         await self.socket.send_multipart([self.node, encode(message)])
 
     async def expect(self, *kinds: type[T], seconds: float = SECONDS) -> T:
-        """The next message that is no heartbeat; it must be of one of these kinds."""
+        """The next message that is no heartbeat and no word of waiting; it must be of one of these kinds."""
         async with self._news:
             async with asyncio.timeout(seconds):
                 await self._news.wait_for(lambda: self.heard)

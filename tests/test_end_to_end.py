@@ -118,7 +118,10 @@ def pair(
             yield [stack.enter_context(reference_engine(float32_model, logs, tp_size=tp)) for tp in (1, 2)]
         else:
             single = stack.enter_context(sglang_engine(float32_model, logs, dtype="float32"))
-            yield [single, request.getfixturevalue("sharded_engine")]
+            shared: Engine = request.getfixturevalue("sharded_engine")
+            yield [single, shared]
+            # Other tests use it as it was started.
+            assert shared.post("/update_weights_from_disk", model_path=str(shared.model)).status == 200
 
 
 @pytest.mark.timeout(700)
