@@ -6,8 +6,10 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter
 
 from ..proto.config import BroadcasterConfig, default_run_dir, load_config, read_announcement
 from ..proto.errors import BroadcasterUnavailable
@@ -25,7 +27,7 @@ def broadcaster(
     http: str | None = None,
     advertise: str | None = None,
     run_dir: str | None = None,
-    engine: tuple[str, ...] = (),
+    engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     nodes: int | None = None,
 ) -> None:
     """Run the broadcaster of one training job, on the trainer's host.
@@ -67,7 +69,11 @@ def broadcaster(
 
 
 def status(
-    *, job: str = "weightcast", run_dir: Path | None = None, url: str | None = None, json: bool = False
+    *,
+    job: str = "weightcast",
+    run_dir: Path | None = None,
+    url: str | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Show the nodes of a running broadcaster, their versions and states.
 

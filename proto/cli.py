@@ -16,11 +16,19 @@ app = App(
 )
 # Import paths, not imports: `weightcast status` must start without torch, and this package may not
 # depend on the three that depend on it.
-app.command("weightcast.broadcaster.cli:broadcaster", name="broadcaster")
-app.command("weightcast.rollout_node.cli:rollout_node", name="rollout-node")
-app.command("weightcast.broadcaster.cli:status", name="status")
-app.command("weightcast.trainer_hooks.cli:push", name="push")
-app.command("weightcast.trainer_hooks.demo.cli:demo", name="demo")
+# For the same reason the one-line helps stand here.
+for _name, _path, _help in (
+    ("broadcaster", "weightcast.broadcaster.cli:broadcaster", "Run a training job's broadcaster."),
+    ("rollout-node", "weightcast.rollout_node.cli:rollout_node", "Run the agent beside an SGLang server."),
+    (
+        "push",
+        "weightcast.trainer_hooks.cli:push",
+        "Refit servers from a checkpoint folder (exit status 0: all ready, 1: failed, 2: not tried).",
+    ),
+    ("status", "weightcast.broadcaster.cli:status", "Show a broadcaster's nodes, versions and states."),
+    ("demo", "weightcast.trainer_hooks.demo.cli:demo", "Train, refit and compare, on this machine."),
+):
+    app.command(_path, name=_name, help=_help)
 
 
 def main() -> None:

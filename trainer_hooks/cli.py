@@ -49,7 +49,7 @@ def push(
     checkpoint: Path,
     /,
     *,
-    engine: tuple[str, ...] = (),
+    engine: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     admin_key_file: Path | None = None,
     job: str = "weightcast",
     run_dir: Path | None = None,
