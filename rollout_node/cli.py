@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from ..proto.errors import InvalidConfig
 from .agent import check_broadcaster_endpoint, run_agents
 from .client import check_engine_url
+from .keys import read_key
 
 
 def rollout_node(
@@ -89,20 +90,3 @@ def name_engines(urls: list[str], *, name: str = "") -> dict[str, str]:
             raise InvalidConfig(f"--engine {url} is given twice")
         engines[node] = url
     return engines
-
-
-def read_key(path: Path | None) -> str | None:
-    """The first line of a key file; None for no file.
-
-    Raises:
-        InvalidConfig: if it cannot be read or is empty.
-    """
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError as error:
-        raise InvalidConfig(f"cannot read the key file {path}: {error.strerror}") from error
-    if not key:
-        raise InvalidConfig(f"the key file {path} is empty; its first line must be the key")
-    return key

@@ -43,7 +43,8 @@ from weightcast.proto.messages import (
     Register,
     StageFailed,
 )
-from weightcast.rollout_node.cli import name_engines, read_key
+from weightcast.rollout_node.cli import name_engines
+from weightcast.rollout_node.keys import read_key
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
 
 ADMIN_KEY = "admin-secret"

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from ...proto.errors import AddressInUse, InvalidConfig, WeightcastError
+from ...proto.errors import AddressInUse, WeightcastError
+from ..keys import read_key
 from .faults import KINDS, Fault, FaultTable
 from .front import EngineFront
 from .http import build_app
@@ -66,23 +67,6 @@ def _fault(text: str) -> Fault:
         return msgspec.json.decode(text, type=Fault)
     except msgspec.DecodeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def read_key(path: Path | None) -> str | None:
-    """The first line of a key file.
-
-    Raises:
-        InvalidConfig: if it cannot be read or is empty.
-    """
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError as error:
-        raise InvalidConfig(f"cannot read the key file {path}: {error.strerror}") from error
-    if not key:
-        raise InvalidConfig(f"the key file {path} is empty; its first line must be the key")
-    return key
 
 
 async def serve(options: Options) -> None:
