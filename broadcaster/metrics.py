@@ -93,7 +93,7 @@ class _StateCollector(Collector):
         )
         rate = 0.0 if machine.last_report is None else machine.last_report.wire_rate
         yield GaugeMetricFamily(
-            "weightcast_wire_rate", "Bytes per second of the last refit's broadcasts.", value=rate
+            "weightcast_wire_bytes_per_second", "Bytes per second of the last refit's broadcasts.", value=rate
         )
         yield GaugeMetricFamily(
             "weightcast_epoch", "Number of the weights update group.", value=machine.epochs.epoch
