@@ -208,6 +208,8 @@ async def test_what_is_no_slot_ends_the_trainer_and_nothing_else(run_dir: Path, 
     async with whole_fleet(run_dir, peers) as (broadcaster, trainer, _):
         assert trainer.link is not None
         trainer.link.send(b"no slot at all")
+        trainer.link.settimeout(SECONDS)
+        assert await asyncio.to_thread(trainer.link.recv, 1) == b""  # it was cut off
         heir = FakeTrainer(broadcaster.announcement.trainer, incarnation="run-2")
         await heir.attach()
         assert (await heir.refit_whole(1)).ok
