@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import BOTH_ENGINES
 from engines import LOOPBACK, Engine, reference_engine, sglang_engine, sglang_python
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
 
@@ -107,21 +105,18 @@ def test_demo_that_is_ended_leaves_nothing_behind() -> None:
         demo.wait()
 
 
-@pytest.fixture(params=BOTH_ENGINES)
-def pair(
-    request: pytest.FixtureRequest, float32_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Engine]]:
+@pytest.fixture
+def pair(sharded_engine: Engine, tmp_path: Path) -> Iterator[list[Engine]]:
     """Two engines of one kind on one float32 model, the second with two ranks."""
-    logs = tmp_path_factory.mktemp(f"pair-{request.param}")
-    with ExitStack() as stack:
-        if request.param == "reference":
-            yield [stack.enter_context(reference_engine(float32_model, logs, tp_size=tp)) for tp in (1, 2)]
-        else:
-            single = stack.enter_context(sglang_engine(float32_model, logs, dtype="float32"))
-            shared: Engine = request.getfixturevalue("sharded_engine")
-            yield [single, shared]
-            # Other tests use it as it was started.
-            assert shared.post("/update_weights_from_disk", model_path=str(shared.model)).status == 200
+    if sharded_engine.kind == "reference":
+        single = reference_engine(sharded_engine.model, tmp_path)
+    else:
+        single = sglang_engine(sharded_engine.model, tmp_path, dtype="float32")
+    with single as started:
+        yield [started, sharded_engine]
+        # Other tests use the shared one as it was started.
+        restored = sharded_engine.post("/update_weights_from_disk", model_path=str(sharded_engine.model))
+        assert restored.status == 200
 
 
 @pytest.mark.timeout(700)
