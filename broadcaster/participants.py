@@ -80,6 +80,15 @@ class Participant:
     def name(self) -> str:
         return self.node.name
 
+    def take_verdict(self, verdict: Verdict | None) -> Cause | None:
+        """Note the verdict (None if it was never verified); why it must not serve, or None if it may."""
+        self.verdict = verdict
+        if verdict is not None and self.cause is None:
+            self.cause = verdict.cause
+        if verdict is None and self.cause is None:
+            return Cause(code="finish_failed", message="it was not verified", node=self.name)
+        return self.cause
+
     def become_ready(self, version: Version, digests: Mapping[str, int]) -> None:
         """It was shown to hold ``version``, shows its label, and serves."""
         self.node.state, self.node.version, self.node.cause = NodeState.READY, version, None

@@ -346,18 +346,17 @@ class Refit:
         self.epochs.close(self._stamp())
         seconds = self.config.deadlines.release * _ORDER_SHARE
         for member in self._present():
-            member.node.holds -= self.epochs.abandoned
-            for name in sorted(member.node.holds):
-                self._ask(member, Leave(**self._stamp(), group_name=name, timeout_seconds=seconds), Left)
+            self._tell_to_leave(member, seconds)
+            member.owes = Left if member.node.holds else None
         self._advance(now)
 
     def _left(self, member: Participant, name: str, now: float) -> bool:
-        if member.owes is not Left or name not in member.node.holds:
+        if name not in member.node.holds:
             return False
         member.node.holds.discard(name)
-        if not member.node.holds:
+        if member.owes is Left and not member.node.holds:
             member.owes = None
-        self._advance(now)
+            self._advance(now)
         return True
 
     def _open(self, now: float) -> None:
@@ -484,19 +483,14 @@ class Refit:
             before={member.name: member.node.proof for member in self._present() if member.node.proof},
             allow_unproven=self.config.allow_unproven,
         )
+        seconds = self.config.deadlines.release * _ORDER_SHARE
         for member in self._present():
-            member.verdict = verdicts.get(member.name)
-            if member.verdict is not None and member.verdict.cause is not None:
-                member.cause = member.verdict.cause
-                self._causes.append(member.cause)
-            seconds = self.config.deadlines.release * _ORDER_SHARE
-            if member.verdict is not None and member.cause is None:
+            unfit = member.take_verdict(verdicts.get(member.name))
+            if unfit is None:
                 self._ask(member, Release(**self._stamp(), timeout_seconds=seconds), Released)
             else:
-                cause = member.cause or Cause(
-                    code="finish_failed", message="it was not verified", node=member.name
-                )
-                self._ask(member, Abort(**self._stamp(), cause=cause, timeout_seconds=seconds), Aborted)
+                self._causes.append(unfit)
+                self._ask(member, Abort(**self._stamp(), cause=unfit, timeout_seconds=seconds), Aborted)
         self._advance(now)
 
     def _take_released(self, member: Participant, message: Released) -> None:
@@ -509,11 +503,12 @@ class Refit:
 
     def _stage_failed(self, member: Participant, message: StageFailed, now: float) -> bool:
         member.touched = member.touched or message.touched
-        if self.phase is Phase.LEAVE and member.owes is Left:
+        if message.stage == "leave":
             # SGLang drops the name first and destroys then: either way the engine no longer has the group.
             member.node.holds.clear()
-            member.owes = None
-            self._advance(now)
+            if member.owes is Left:
+                member.owes = None
+                self._advance(now)
             return True
         if self.phase is Phase.ABORT:
             # The order that was in hand when the abort went out: evidence of the root cause, no answer to it.
@@ -539,7 +534,16 @@ class Refit:
         seconds = self.config.deadlines.release * _ORDER_SHARE
         for member in self._present():
             self._ask(member, Abort(**self._stamp(), cause=cause, timeout_seconds=seconds), Aborted)
+            if group_in_doubt:
+                # gloo passes a broadcast on from receiver to receiver: one that failed must drop its
+                # connections, or the one behind it waits for torch's own time-out, deaf to everything.
+                self._tell_to_leave(member, seconds)
         self._advance(now)
+
+    def _tell_to_leave(self, member: Participant, seconds: float) -> None:
+        member.node.holds -= self.epochs.abandoned
+        for name in sorted(member.node.holds):
+            self._tell(member, Leave(**self._stamp(), group_name=name, timeout_seconds=seconds))
 
     def _done(self, now: float) -> None:
         self._enter(Phase.DONE, now)

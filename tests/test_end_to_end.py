@@ -14,7 +14,11 @@ from typing import Any
 import psutil
 import pytest
 from engines import LOOPBACK, Engine, reference_engine, sglang_engine, sglang_python
+from safetensors.torch import load_file
+from weightcast.proto.config import BroadcasterConfig
+from weightcast.proto.errors import RefitFailed
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
+from weightcast.trainer_hooks import Publisher
 
 WEIGHTCAST = [sys.executable, "-m", "weightcast.proto.cli"]
 PROMPT = [40, 41, 42, 43]
@@ -142,3 +146,34 @@ def test_push_is_as_good_as_a_load_from_disk(pair: list[Engine], tmp_path: Path)
     now = [(engine.checksums(), engine.output_ids(PROMPT)) for engine in pair]
     assert now == wanted != before
     assert [engine.label for engine in pair] == ["pushed", "pushed"]
+
+
+@pytest.mark.timeout(700)
+def test_a_refit_that_breaks_off_half_way_is_healed_by_the_next(pair: list[Engine], tmp_path: Path) -> None:
+    """Three receivers: gloo passes a broadcast on between them, so one may wait for another, not for us."""
+    weights = load_file(pair[0].model / "model.safetensors")
+    passes = 0
+
+    def breaks_off() -> Iterator[tuple[str, Any]]:
+        nonlocal passes
+        passes += 1
+        for number, named in enumerate(weights.items()):
+            if passes > 1 and number == len(weights) // 2:
+                raise RuntimeError("the trainer broke off")
+            yield named
+
+    config = BroadcasterConfig(
+        job="half", control="tcp://127.0.0.1:0", http="127.0.0.1:0", run_dir=str(tmp_path / "run"),
+        backend="gloo", engines=tuple(engine.url for engine in pair),
+    )  # fmt: skip
+    with Publisher(launch=config, bucket_bytes=40_000) as publisher:
+        assert publisher.refit(1, weights).ok
+        with pytest.raises(RefitFailed, match="the trainer broke off") as caught:
+            publisher.refit(2, breaks_off)
+        report: Any = caught.value.report
+        assert {node.outcome for node in report.nodes.values()} == {"quarantined"}
+        # Nobody was left waiting in a broadcast that never ends: all were done long before the deadline.
+        assert report.seconds.total < config.deadlines.release / 2
+        healed = publisher.refit(3, weights)
+        assert {node.digest for node in healed.nodes.values()} == {"match"}
+    assert [engine.label for engine in pair] == [healed.label] * 2
