@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from ..proto.config import BroadcasterConfig
+from ..proto.errors import Cause
+from ..proto.messages import Waiting
 from .children import Child
 
 _log = logging.getLogger("weightcast.broadcaster")
@@ -16,9 +20,14 @@ _END_SECONDS = 5.0
 
 
 class AgentHost:
-    """Keeps the child running until `close`. Without ``engines`` it does nothing."""
+    """Keeps the child running until `close`. Without ``engines`` it does nothing.
 
-    def __init__(self, *, config: BroadcasterConfig, endpoint: str) -> None:
+    ``tell`` takes, for each engine, why its agent is not there while it is not.
+    """
+
+    def __init__(self, *, config: BroadcasterConfig, endpoint: str, tell: Callable[[Waiting], None]) -> None:
+        self._config = config
+        self._tell = tell
         self._arguments = ["-m", "weightcast.rollout_node", "--broadcaster", endpoint, "--job", config.job]
         for url in config.engines:
             self._arguments += ["--engine", url]
@@ -46,4 +55,9 @@ class AgentHost:
         seconds = min(last, first * 2**self._failures)
         self._failures += 1
         _log.error("the agents of `engines` ended (%s); starting them again in %.0f s", reason, seconds)
+        cause = Cause(
+            code="node_down", message=f"its hosted agent ended: {reason}; see the broadcaster's log"
+        )
+        for url in self._config.engines:
+            self._tell(Waiting(job=self._config.job, name=urlsplit(url).netloc, engine_url=url, cause=cause))
         self._retry = asyncio.get_running_loop().call_later(seconds, self._start)

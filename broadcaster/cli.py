@@ -140,7 +140,9 @@ def _print_table(found: Status) -> None:
         console.print(
             f"version {report.version} {outcome} after {report.seconds.total:.2f} s{cause}", markup=False
         )
-    table = Table("node", "state", "version", "label", "engine", "tp", "url", "reason")
+    table = Table("node", "state", "version", "label", "engine", "tp")
+    for column in table.columns:
+        column.overflow = "fold"  # two nodes of one host differ at the end of their names
     for node in found.nodes:
         colour = _COLOURS.get(node.state, "default")
         version = "-" if node.version is None else str(node.version)
@@ -151,7 +153,9 @@ def _print_table(found: Status) -> None:
             node.label,
             node.engine,
             str(node.tp),
-            node.url,
-            node.reason,
         )
     console.print(table)
+    for node in found.nodes:
+        console.print(f"{node.name}: {node.url}, {node.doing}", markup=False, soft_wrap=True)
+        if node.reason:
+            console.print(f"  {node.reason}", markup=False, soft_wrap=True)

@@ -130,7 +130,11 @@ class Control:
                 trainer=trainer,
             )
             self._act(self._machine.start())
-            agents = AgentHost(config=self._config, endpoint=_reachable(control, "127.0.0.1"))
+            agents = AgentHost(
+                config=self._config,
+                endpoint=_reachable(control, "127.0.0.1"),
+                tell=lambda waiting: self._post(NodeSaid(peer=b"agent host", message=waiting)),
+            )
             self._directory.announce(announcement)
             on_ready(announcement)
             self._post(Tick())

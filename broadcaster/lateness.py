@@ -98,8 +98,8 @@ def _too_few_nodes(refit: Refit, now: float) -> Cause:
     found = [node.name for node in refit.fleet.alive()]
     absent = [f"{name}: {node.cause.message}" for name, node in sorted(refit.fleet.expected.items())]
     message = (
-        f"{len(found)} rollout nodes are registered ({', '.join(found) or 'none'}) where "
-        f"{refit.config.nodes_needed} are needed; "
+        f"{len(found)} of {refit.config.nodes_needed} rollout nodes are registered "
+        f"({', '.join(found) or 'none'}); "
     )
     if absent:
         message += f"agents wait for {'; '.join(absent)}"

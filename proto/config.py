@@ -13,13 +13,16 @@ join = 120.0
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from .errors import InvalidConfig
+from .keys import read_key
 from .messages import PauseMode
 
 #: Default TCP port of the broadcaster's control socket.
@@ -96,6 +99,28 @@ class BroadcasterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         return self.nodes or max(1, len(self.engines))
 
 
+def check_engine_url(url: str) -> str:
+    """Return ``url`` without a trailing slash if it can name an engine.
+
+    Raises:
+        InvalidConfig: naming the URL and what is wrong with it.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidConfig(f"engine URL {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidConfig(f"engine URL {url!r} must look like http://HOST:PORT")
+    if parts.username or parts.password:
+        raise InvalidConfig("an engine URL must not hold a password; give keys in a file")
+    if port is None and parts.scheme == "http":
+        raise InvalidConfig(f"engine URL {url!r} has no port; SGLang's default is 30000")
+    if parts.query or parts.fragment:
+        raise InvalidConfig(f"engine URL {url!r} must end after its host, port and path prefix")
+    return url.rstrip("/")
+
+
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """What a running broadcaster writes to ``broadcaster.json`` in its run directory."""
 
@@ -144,10 +169,10 @@ def check_config(config: BroadcasterConfig) -> BroadcasterConfig:
     Raises:
         InvalidConfig: naming the field, its value and the consequence.
     """
-    if not config.job or not all(c.isalnum() or c in "-_." for c in config.job):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.job):
         raise InvalidConfig(
-            f"job is {config.job!r}; it becomes part of group and file names, "
-            "so use letters, digits, '-', '_' and '.'"
+            f"job is {config.job!r}; it becomes part of group and file names: begin with a letter or digit "
+            "and use letters, digits, '-', '_' and '.'"
         )
     if config.backend not in ("auto", "nccl", "gloo"):
         raise InvalidConfig(f"backend is {config.backend!r}; it must be auto, nccl or gloo")
@@ -158,6 +183,8 @@ def check_config(config: BroadcasterConfig) -> BroadcasterConfig:
             raise InvalidConfig(f"deadlines.{name} is {getattr(config.deadlines, name)}; it must be above 0")
     if config.nodes < 0:
         raise InvalidConfig(f"nodes is {config.nodes}; it must not be negative")
-    if len(set(config.engines)) != len(config.engines):
-        raise InvalidConfig("engines names a URL twice")
+    hosts = [urlsplit(check_engine_url(url)).netloc for url in config.engines]
+    if twice := next((host for host in hosts if hosts.count(host) > 1), None):
+        raise InvalidConfig(f"engines names {twice} twice")
+    read_key(Path(config.admin_key_file) if config.admin_key_file else None)
     return config

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
+from ..proto.config import check_engine_url
 from ..proto.errors import InvalidConfig
+from ..proto.keys import read_key
 from .agent import check_broadcaster_endpoint, run_agents
-from .client import check_engine_url
-from .keys import read_key
 
 
 def rollout_node(

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import time
 from typing import Any, TypedDict, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from ..proto.errors import InvalidConfig, WeightcastError
+from ..proto.config import check_engine_url
+from ..proto.errors import WeightcastError
 from ..proto.layout import TensorSpec
 
 _LONGEST_TEXT = 2000
@@ -165,28 +165,6 @@ class _Generated(msgspec.Struct, frozen=True):
     text: str
     meta_info: dict[str, Any] = msgspec.field(default_factory=dict)
     output_ids: list[int] | None = None
-
-
-def check_engine_url(url: str) -> str:
-    """Return ``url`` without a trailing slash if it can name an engine.
-
-    Raises:
-        InvalidConfig: naming the URL and what is wrong with it.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise InvalidConfig(f"engine URL {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidConfig(f"engine URL {url!r} must look like http://HOST:PORT")
-    if parts.username or parts.password:
-        raise InvalidConfig("an engine URL must not hold a password; give keys in a file")
-    if port is None and parts.scheme == "http":
-        raise InvalidConfig(f"engine URL {url!r} has no port; SGLang's default is 30000")
-    if parts.query or parts.fragment:
-        raise InvalidConfig(f"engine URL {url!r} must end after its host, port and path prefix")
-    return url.rstrip("/")
 
 
 class EngineClient:

@@ -15,7 +15,8 @@ from fake_broadcaster import FakeBroadcaster
 from safetensors.torch import save_file
 from weightcast.proto.errors import Cause, InvalidConfig
 from weightcast.trainer_hooks.checkpoint import Checkpoint, CheckpointInvalid, arrival_key
-from weightcast.trainer_hooks.cli import address_towards, parse_bytes, push
+from weightcast.trainer_hooks.cli import address_towards, push
+from weightcast.trainer_hooks.sizes import parse_bytes
 
 
 def model() -> dict[str, torch.Tensor]:

@@ -76,7 +76,7 @@ def test_demo_on_sglang() -> None:
         (["--nodes", "0"], "--nodes is 0"),
         (["--tp", "1,2"], "--tp is '1,2'; it must be one number, or 3"),
         (["--tp", "two"], "--tp is 'two'"),
-        (["--bucket-bytes", "0"], "--bucket-bytes is 0"),
+        (["--bucket-bytes", "0"], "--bucket-bytes '0' holds nothing"),
         (["--engine", "sglang"], "--sglang-python"),
         (["--engine", "sglang", "--sglang-python", "/nowhere/python"], "/nowhere/python"),
     ],

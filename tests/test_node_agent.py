@@ -34,6 +34,7 @@ from node_kit import (
     weights_of,
 )
 from weightcast.proto.errors import InvalidConfig
+from weightcast.proto.keys import read_key
 from weightcast.proto.messages import (
     Aborted,
     BucketLoaded,
@@ -44,7 +45,6 @@ from weightcast.proto.messages import (
     StageFailed,
 )
 from weightcast.rollout_node.cli import name_engines
-from weightcast.rollout_node.keys import read_key
 from weightcast.rollout_node.reference.model import TinyLlama, write_model
 
 ADMIN_KEY = "admin-secret"

@@ -56,7 +56,7 @@ def test_an_engine_that_is_down_and_a_node_too_few(tmp_path: Path, server: Engin
     assert url in str(caught.value) and "onnect" in str(caught.value)
     with (
         publisher(tmp_path / "few", server.url, key=key_file, nodes=2) as few,
-        pytest.raises(RefitFailed, match=r"1 rollout nodes are registered .* where 2 are needed"),
+        pytest.raises(RefitFailed, match="1 of 2 rollout nodes are registered"),
     ):
         few.refit(1, weights_of(server.model))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..proto.config import BroadcasterConfig, default_run_dir
+from ..proto.config import BroadcasterConfig, Deadlines, default_run_dir
 from ..proto.errors import (
     BroadcasterUnavailable,
     Cause,
@@ -38,11 +37,10 @@ from ..proto.messages import RefitReport
 from .checkpoint import Checkpoint
 from .push import push_checkpoint
 from .rank0 import Rank0
+from .sizes import parse_bytes
 
 #: Exit statuses.
 OK, FAILED, UNUSABLE = 0, 1, 2
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def push(
@@ -53,6 +51,7 @@ def push(
     admin_key_file: Path | None = None,
     job: str = "weightcast",
     run_dir: Path | None = None,
+    wait: float = 60.0,
     step: int = 1,
     label: str | None = None,
     bucket_bytes: str = "256MiB",
@@ -74,6 +73,8 @@ def push(
         Job of the running broadcaster.
     run_dir
         Run directory of the running broadcaster, if it is not the job's default.
+    wait
+        Seconds to wait for the servers named with --engine to answer.
     step
         Version number of these weights.
     label
@@ -97,7 +98,7 @@ def push(
             launch = None
             if engine:
                 run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightcast-")))
-                launch = broadcaster_for(engine, admin_key_file=admin_key_file, job=job)
+                launch = broadcaster_for(engine, admin_key_file=admin_key_file, job=job, wait=wait)
             elif admin_key_file is not None:
                 raise InvalidConfig(
                     "--admin-key-file needs --engine; a running broadcaster has keys of its own"
@@ -120,7 +121,9 @@ def push(
     raise SystemExit(status)
 
 
-def broadcaster_for(engines: tuple[str, ...], *, admin_key_file: Path | None, job: str) -> BroadcasterConfig:
+def broadcaster_for(
+    engines: tuple[str, ...], *, admin_key_file: Path | None, job: str, wait: float
+) -> BroadcasterConfig:
     """A broadcaster's configuration for plain servers, on free ports, at the address they can reach."""
     return BroadcasterConfig(
         job=job,
@@ -129,6 +132,7 @@ def broadcaster_for(engines: tuple[str, ...], *, admin_key_file: Path | None, jo
         advertise=address_towards(engines[0]),
         engines=engines,
         admin_key_file="" if admin_key_file is None else str(admin_key_file.absolute()),
+        deadlines=Deadlines(nodes=wait),
     )
 
 
@@ -148,21 +152,6 @@ def address_towards(url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidConfig(f"no way leads to --engine {url}: {error}") from error
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from ``"268435456"``, ``"256MiB"`` or ``"1.5G"``.
-
-    Raises:
-        InvalidConfig: for anything else.
-    """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    if match is None:
-        raise InvalidConfig(f"--bucket-bytes {text!r} is no size; write it as 268435456 or 256MiB")
-    size = int(float(match[1]) * _UNITS[match[2] or ""])
-    if size < 1:
-        raise InvalidConfig(f"--bucket-bytes {text!r} holds nothing; give at least 1")
-    return size
 
 
 def as_json(report: RefitReport | None, cause: Cause | None) -> dict[str, Any]:
@@ -194,7 +183,7 @@ def _refit(root: Rank0, opened: Checkpoint, *, step: int, label: str | None, con
 
 
 def _show(console: Console, report: RefitReport | None, cause: Cause | None) -> None:
-    if report is not None:
+    if report is not None and report.nodes:
         table = Table(title=f"version {report.version}, label {report.label}")
         for heading in ("node", "outcome", "digest", "paused s", "evidence"):
             table.add_column(heading)
@@ -205,8 +194,8 @@ def _show(console: Console, report: RefitReport | None, cause: Cause | None) -> 
         seconds = report.seconds
         console.print(
             f"{decimal(report.bytes)}, {report.tensors} tensors, {report.buckets} buckets in "
-            f"{seconds.total:.2f} s (pack {seconds.pack:.2f}, wire {seconds.wire:.2f}, "
-            f"load {seconds.load:.2f}, verify {seconds.verify:.2f}); wire "
+            f"{seconds.total:.2f} s (join {seconds.join:.2f}, pack {seconds.pack:.2f}, "
+            f"wire {seconds.wire:.2f}, load {seconds.load:.2f}, verify {seconds.verify:.2f}); wire "
             f"{decimal(round(report.wire_rate))}/s",
             soft_wrap=True,
         )

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from ..proto.errors import (
     BroadcasterUnavailable,
     Cause,
+    InvalidConfig,
+    InvalidLayout,
     ProtocolError,
     RefitFailed,
     RefitRejected,
@@ -37,6 +39,8 @@ from .link import Link
 
 #: What the trainer waits beyond the broadcaster's own deadline for a refit, seconds.
 GRACE_SECONDS = 15.0
+#: Engines repeat the label in every answer.
+_LONGEST_LABEL = 256
 
 
 class SlotPool:
@@ -241,6 +245,20 @@ class RefitConversation:
             self._link.send(SlotRetired(**self._link.stamp(self._refit), slot=number))
 
 
+def check_version(step: object, label: str) -> None:
+    """Check what a refit is to install: the step of the version, and the label that engines show.
+
+    Raises:
+        InvalidLayout: naming the value and what it must be.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
+        raise InvalidLayout(f"step is {step!r}; it must be an integer from 0 up, below 2**63")
+    if not 0 < len(label) <= _LONGEST_LABEL or not label.isprintable():
+        raise InvalidLayout(
+            f"label is {label[:_LONGEST_LABEL]!r}; it must be 1 to {_LONGEST_LABEL} printable characters"
+        )
+
+
 def failure_of(report: RefitReport) -> RefitFailed:
     """The error for a report that is not ``ok``."""
     causes = [report.cause, *(node.cause for node in report.nodes.values())]
@@ -257,7 +275,7 @@ def failure_of(report: RefitReport) -> RefitFailed:
 
 def cause_of(error: BaseException, *, rank: int, bucket: int | None = None) -> Cause:
     """The cause that all ranks will raise for an error of one."""
-    if isinstance(error, (RefitFailed, RefitRejected, BroadcasterUnavailable, ProtocolError)):
+    if isinstance(error, (RefitFailed, RefitRejected, BroadcasterUnavailable, InvalidConfig, ProtocolError)):
         return error.cause
     text = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
     return Cause("trainer_failed", text, rank=rank, bucket=bucket)

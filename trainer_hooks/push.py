@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 
 from ..proto.digest import digest_bytes
-from ..proto.errors import InvalidConfig, RefitFailed, WeightcastError
+from ..proto.errors import RefitFailed, WeightcastError
 from ..proto.layout import Layout, plan_buckets
 from ..proto.messages import RefitReport
 from ..proto.slots import Slot
 from .checkpoint import Checkpoint
-from .conversation import RefitConversation, cause_of
+from .conversation import RefitConversation, cause_of, check_version
 from .rank0 import Rank0
 
 
@@ -42,8 +42,7 @@ def push_checkpoint(
         RefitRejected: if nothing was touched.
         BroadcasterUnavailable: if the broadcaster went away.
     """
-    if step < 0:
-        raise InvalidConfig(f"step is {step}; it must be an integer from 0 up")
+    check_version(step, label)
     layout = plan_buckets([entry.spec for entry in checkpoint.entries], bucket_bytes=root.pool.nbytes)
     conversation = RefitConversation(link=root.link, pool=root.pool, refit=1)
     try:

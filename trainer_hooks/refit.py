@@ -22,14 +22,14 @@ import torch
 from ..proto.errors import (
     BroadcasterUnavailable,
     Cause,
-    InvalidLayout,
+    InvalidConfig,
     RefitFailed,
     RefitRejected,
 )
 from ..proto.layout import Layout, TensorSpec, plan_buckets
 from ..proto.messages import RefitReport
 from .agreement import Agreement, Ballot, Verdict
-from .conversation import RefitConversation, cause_of
+from .conversation import RefitConversation, cause_of, check_version
 from .gather import Gatherer, GatherPlan
 from .packing import BucketWriter
 from .rank0 import Rank0
@@ -112,8 +112,7 @@ class RankRefit:
         described: list[Described] = []
         layout = Layout((), ())
         with self._noting():
-            if isinstance(self._step, bool) or not isinstance(self._step, int) or self._step < 0:
-                raise InvalidLayout(f"step is {self._step!r}; it must be an integer from 0 up")
+            check_version(self._step, self._label)
             source = TensorSource(self._given)
             if source.streamed and seat.learned is not None:
                 described = seat.learned
@@ -311,11 +310,13 @@ def raise_common(verdict: Verdict, own: BaseException | None = None) -> None:
     """Raise what a verdict says, on every rank alike; ``own`` is this rank's part in it.
 
     Raises:
-        RefitFailed, RefitRejected, BroadcasterUnavailable: by the verdict's kind.
+        RefitFailed, RefitRejected, InvalidConfig, BroadcasterUnavailable: by the verdict's kind.
     """
     if not verdict.kind:
         return
     cause = verdict.cause or Cause("internal", "the refit failed without a cause")
+    if verdict.kind == "config":
+        raise InvalidConfig(cause.message, cause=cause) from own
     if verdict.kind == "rejected":
         raise RefitRejected(cause.message, cause=cause) from own
     if verdict.kind == "unavailable":
@@ -336,6 +337,8 @@ def kind_of(error: BaseException) -> str:
     """The verdict's kind for an error of rank 0."""
     if isinstance(error, RefitRejected):
         return "rejected"
+    if isinstance(error, InvalidConfig):
+        return "config"
     return "unavailable" if isinstance(error, BroadcasterUnavailable) else "failed"
 
 

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from ...proto.errors import AddressInUse, WeightcastError
-from ..keys import read_key
+from ...proto.keys import read_key
 from .faults import KINDS, Fault, FaultTable
 from .front import EngineFront
 from .http import build_app

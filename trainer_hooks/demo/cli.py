@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from ...proto.errors import InvalidConfig, WeightcastError
+from ..sizes import parse_bytes
 from .fleet import DemoFleet
 
 #: Seconds one training round with its refit may take before the demo gives up on the trainer.
@@ -42,7 +43,7 @@ def demo(
     tp: str = "1",
     trainer_ranks: int = 2,
     refits: int = 5,
-    bucket_bytes: int = 512 * 1024,
+    bucket_bytes: str = "512KiB",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train a small decoder and refit a fleet of servers with it, on this machine.
@@ -54,14 +55,13 @@ def demo(
         tp: Tensor-parallel size of the servers: one number for all, or one each, as ``1,1,2``.
         trainer_ranks: How many trainer processes share the model.
         refits: How many refits.
-        bucket_bytes: Bytes in one bucket; small here, so that the small model takes several.
+        bucket_bytes: Bytes in one bucket, as 524288 or 512KiB; small, so that the small model takes several.
         json: Print one JSON object on stdout at the end; everything else goes to stderr.
     """
     for name, value in (("nodes", nodes), ("trainer-ranks", trainer_ranks), ("refits", refits)):
         if value < 1:
             raise InvalidConfig(f"--{name} is {value}; it must be at least 1")
-    if bucket_bytes < 1:
-        raise InvalidConfig(f"--bucket-bytes is {bucket_bytes}; it must be at least 1")
+    bucket_size = parse_bytes(bucket_bytes)
     sizes = parse_tp(tp, nodes=nodes)
     if engine == "sglang" and (sglang_python is None or not sglang_python.exists()):
         raise InvalidConfig(
@@ -77,7 +77,7 @@ def demo(
                 folder=Path(folder), engine=engine, sglang_python=sglang_python, tp_sizes=sizes
             ) as fleet:
                 rounds = run_rounds(
-                    fleet, console, ranks=trainer_ranks, refits=refits, bucket_bytes=bucket_bytes
+                    fleet, console, ranks=trainer_ranks, refits=refits, bucket_bytes=bucket_size
                 )
         except WeightcastError as error:
             console.print(f"weightcast demo: {error}", style="bold red", markup=False, soft_wrap=True)

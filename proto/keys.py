@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..proto.errors import InvalidConfig
+from .errors import InvalidConfig
 
 
 def read_key(path: Path | None) -> str | None:
