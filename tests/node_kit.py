@@ -29,6 +29,7 @@ from weightcast.proto.messages import (
     BucketLoaded,
     Finish,
     FromNode,
+    Goodbye,
     Heartbeat,
     Join,
     Joined,
@@ -278,6 +279,7 @@ async def connected(engine: Engine, **keys: str | None) -> AsyncIterator[Broadca
         async with agent_for(engine.url, broadcaster.endpoint, **given):
             await broadcaster.expect(Register)
             yield broadcaster
+        await broadcaster.until(Goodbye)
     finally:
         await broadcaster.close()
 

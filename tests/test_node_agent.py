@@ -90,7 +90,6 @@ async def test_whole_refits_change_what_the_engine_says(
         back = await Refit(broadcaster, shared_engine, old, 2).whole()
         assert back.evidence.group == evidence.group and back.evidence.fingerprint != evidence.fingerprint
         assert shared_engine.label == "v2" and await generates(shared_engine) == first
-    assert isinstance(broadcaster.heard[-1], Goodbye)
 
 
 async def test_layout_refused_before_anything_is_paused(

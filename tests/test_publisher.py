@@ -279,7 +279,9 @@ def test_an_interrupt_passes_through_and_leaves_no_refit_behind(
 
 
 def test_configuration_survives_the_file(tmp_path: Path) -> None:
-    config = BroadcasterConfig(job="a-b", engines=("http://h:1", 'http://"q"'), allow_unproven=True, nodes=2)
+    config = BroadcasterConfig(
+        job="a-b", engines=("http://h:1", 'http://h:2/"q"'), allow_unproven=True, nodes=2
+    )
     file = tmp_path / "c.toml"
     file.write_text(to_toml(config), encoding="utf-8")
     assert load_config(file) == config
